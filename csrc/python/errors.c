@@ -14,7 +14,7 @@
 
 /* Raises the package's error for a thread that could not start. The core reports -EAGAIN for that,
  * but the system's text for EAGAIN would not help the user. Always returns NULL. */
-static PyObject *raise_no_thread(void)
+static PyObject *raise_cannot_start_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
 	PyObject *error = threads ? PyObject_CallMethod(threads, "refused", NULL) : NULL;
@@ -61,7 +61,7 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)
 	if (!IS_ERRNO(code) || code >= 0)
 		return sfr_py_raise(state, code);
 	if (code == -EAGAIN)
-		return raise_no_thread();
+		return raise_cannot_start_thread();
 	errno = -code;
 	return PyErr_SetFromErrno(PyExc_OSError);
 }
@@ -135,7 +135,7 @@ struct sfr_py_wait_state sfr_py_wait_state(PyObject *timeout)
 	return wait;
 }
 
-int sfr_py_next_slice(struct sfr_py_wait_state *wait)
+int sfr_py_begin_next_slice(struct sfr_py_wait_state *wait)
 {
 	const bool first = wait->rc == SFR_PY_BEGINS;
 	const bool again = wait->rc == SFR_EAGAIN && wait->left_ns > 0;

@@ -12,7 +12,7 @@ struct sfr_py_state *sfr_py_state(PyObject *module)
 }
 
 /* Imports stillframe.errors, and stores its exceptions in the state. */
-static int exec_errors(PyObject *module)
+static int import_exception_types(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 	PyObject *errors = PyImport_ImportModule("stillframe.errors");
@@ -26,7 +26,7 @@ static int exec_errors(PyObject *module)
 }
 
 /* Adds the core's constants to the module, without the prefix SFR_. */
-static int exec_constants(PyObject *module)
+static int add_constants_to_module(PyObject *module)
 {
 #define CONSTANT(name)                                                                             \
 	{                                                                                          \
@@ -88,8 +88,8 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-	{ Py_mod_exec, exec_errors },
-	{ Py_mod_exec, exec_constants },
+	{ Py_mod_exec, import_exception_types },
+	{ Py_mod_exec, add_constants_to_module },
 /* clang-format off */
 #define X(name) { Py_mod_exec, sfr_py_add_##name },
 	SFR_PY_FILES(X)

@@ -68,7 +68,7 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_f
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
 /* Sets MemoryError. Always returns -1. */
-static inline int sfr_py_no_memory(void)
+static inline int sfr_py_set_memory_error(void)
 {
 	(void)PyErr_NoMemory(); /* always NULL */
 	return -1;
@@ -121,7 +121,7 @@ int sfr_py_int_to_u64(PyObject *number, uint64_t *out);
  * after slice_ns, and may run without the interpreter lock.
  *
  *     struct sfr_py_wait_state w = sfr_py_wait_state(timeout);       seconds; None or NULL: forever
- *     while (sfr_py_next_slice(&w))                         at least once
+ *     while (sfr_py_begin_next_slice(&w))                            at least once
  *             w.rc = ...(w.slice_ns);
  *
  * The wait ends when the code is not SFR_EAGAIN, the time has passed, or an exception is set. */
@@ -136,7 +136,7 @@ struct sfr_py_wait_state {
 };
 struct sfr_py_wait_state sfr_py_wait_state(PyObject *timeout);
 /* Runs Python's signal handlers. Returns whether another slice follows, and sets its length. */
-int sfr_py_next_slice(struct sfr_py_wait_state *wait);
+int sfr_py_begin_next_slice(struct sfr_py_wait_state *wait);
 
 /* Starts to load the cache line at `address`. The address may be invalid, because a prefetch cannot
  * fault. The asm statement keeps GCC from dropping calls of this function. */

@@ -240,7 +240,7 @@ static inline bool check__next_run(struct check_runs *run)
 	fault.nth = (uint64_t)++run->nth;
 	fault.sticky = run->sticky;
 	sfr_inject_clear();
-	return CHECK_EQ(sfr_inject_set(&fault), 0);
+	return CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 }
 
 /* The body must not leave the loop by break or return. */

@@ -67,7 +67,7 @@ static inline void saving_slow(const char *call, uint64_t delay_ns)
 		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
 	};
 
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 }
 
 static const char saving_skeleton[] = "skeleton";
@@ -133,7 +133,7 @@ static inline unsigned saving_notice(void)
 static inline void saving_finish(struct sfr_ticket *t)
 {
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	(void)sfr_save_confirm(t, -1); /* refused if the save has failed already */
+	(void)sfr_save_give_verdict(t, -1); /* refused if the save has failed already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	while (saving_notice() != SFR_NOTICE_ENDED)
 		;

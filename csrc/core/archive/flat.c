@@ -20,7 +20,7 @@
 
 #include "archive/layout.h"
 
-static uint64_t member_key(const struct sfr_save_desc *desc, uint32_t member)
+static uint64_t member_extent_key(const struct sfr_save_desc *desc, uint32_t member)
 {
 	return sfr__extent_key(&desc->sources[desc->members[member].source]);
 }
@@ -54,9 +54,9 @@ static uint32_t count_extents(const struct sfr_save_desc *desc)
 	uint32_t nr = 1;
 
 	for (uint32_t i = 0; i < desc->nr_members; i++) {
-		if (member_key(desc, i) != previous)
+		if (member_extent_key(desc, i) != previous)
 			nr++;
-		previous = member_key(desc, i);
+		previous = member_extent_key(desc, i);
 	}
 	return nr;
 }
@@ -96,7 +96,7 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 	for (uint32_t i = 0; i < desc->nr_members; i++, previous = current) {
 		const struct sfr_member *member = &desc->members[i];
 
-		current = member_key(desc, i);
+		current = member_extent_key(desc, i);
 		if (current == key && previous != key)
 			begin_extent(img, key);
 		if (current == key) {
@@ -132,7 +132,7 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 		return -EFBIG;
 	extent->nr_blocks = (uint32_t)nr_blocks;
 	/* bytes of another extent precede; several short extents may share one page, listed once */
-	if (first->data_off != extent->off && !sfr__image_is_edge(img, extent->off))
+	if (first->data_off != extent->off && !sfr__image_is_edge_page(img, extent->off))
 		img->edges[img->nr_edges++] = extent->off;
 	return 0;
 }
@@ -163,7 +163,7 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 	int rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes };
-	rc = sfr__image_check_desc(desc, block_bytes);
+	rc = sfr__image_check_save_desc(desc, block_bytes);
 	if (rc == 0)
 		rc = check_members(desc);
 	if (rc != 0)

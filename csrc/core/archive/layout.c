@@ -148,7 +148,7 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 	return 0;
 }
 
-int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
+int sfr__image_check_save_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
 	uint64_t total = desc->skeleton_len;
 
@@ -178,7 +178,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	int rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	rc = sfr__image_check_desc(desc, block_bytes);
+	rc = sfr__image_check_save_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
 	while (sfr__next_extent_key(desc, &key))
@@ -272,7 +272,7 @@ size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__exte
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
 }
 
-bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
+bool sfr__image_is_edge_page(const struct sfr__image *img, uint64_t off)
 {
 	for (uint32_t i = 0; i < img->nr_edges; i++)
 		if (img->edges[i] == off)
@@ -280,14 +280,14 @@ bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
 	return false;
 }
 
-void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__extent *extent,
-			       uint32_t blk, uint64_t *from, uint64_t *to)
+void sfr__image_block_unshared_range(const struct sfr__image *img, const struct sfr__extent *extent,
+				     uint32_t blk, uint64_t *from, uint64_t *to)
 {
 	*from = sfr__image_block_off(img, extent, blk);
 	*to = *from + sfr__image_block_len(img, extent, blk);
-	if (sfr__image_is_edge(img, *from)) /* shared with the extent before it in the file */
+	if (sfr__image_is_edge_page(img, *from)) /* shared with the extent before it in the file */
 		*from += SFR_PAGE;
-	if (*from < *to && sfr__image_is_edge(img, *to - SFR_PAGE))
+	if (*from < *to && sfr__image_is_edge_page(img, *to - SFR_PAGE))
 		*to -= SFR_PAGE;
 }
 

@@ -84,7 +84,7 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 			 uint64_t block_bytes);
 /* Checks the block size, the skeleton and the sources. Returns 0, or -EINVAL or -EFBIG like
  * sfr__image_init. */
-int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
+int sfr__image_check_save_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Returns a source's extent key: the lane in the upper 32 bits, the device in the lower. Sources of
  * one extent have the same key. Extents are in ascending order of their keys. */
 static inline uint64_t sfr__extent_key(const struct sfr_source *source)
@@ -106,11 +106,11 @@ uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__ex
 			      uint32_t blk);
 
 /* Returns whether the page at `off` is an edge page (flat.c). */
-bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
+bool sfr__image_is_edge_page(const struct sfr__image *img, uint64_t off);
 /* Sets [*from, *to) to a block's range of the file, without edge pages. Only the first and the last
  * page of a block can be edge pages. */
-void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__extent *extent,
-			       uint32_t blk, uint64_t *from, uint64_t *to);
+void sfr__image_block_unshared_range(const struct sfr__image *img, const struct sfr__extent *extent,
+				     uint32_t blk, uint64_t *from, uint64_t *to);
 
 /* Returns how many bytes of the range [from, to) are before the end of the file. */
 static inline uint64_t sfr__image_bytes_in_file(const struct sfr__image *img, uint64_t from,
@@ -145,8 +145,8 @@ bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
  * with glue, the entry's glue is its header. For the descriptor entry->crc must be final. */
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			   void *dst);
-void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
-			 void *dst);
+void sfr__image_put_descriptor(const struct sfr__image *img, uint32_t entry, uint64_t off,
+			       size_t len, void *dst);
 /* For files of parts: returns whether all CRCs whose fields are in [off, off + len) of the file are
  * final. The caller holds the engine's mutex. */
 bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, size_t len);

@@ -103,7 +103,7 @@ void sfr_parts_free(struct sfr_parts *p)
 	sfr_sys.free(p);
 }
 
-uint64_t sfr_parts_len(const struct sfr_parts *p)
+uint64_t sfr_parts_file_len(const struct sfr_parts *p)
 {
 	return p->len;
 }
@@ -115,7 +115,7 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 
 /* Adds `len` bytes to the glue of the last entry (the bytes before its source). Returns the address
  * to which the caller must write them, or NULL after an error, which is in p->rc. */
-static char *add_glue(struct sfr_parts *p, size_t len)
+static char *reserve_glue_bytes(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
 
@@ -139,16 +139,16 @@ static char *add_glue(struct sfr_parts *p, size_t len)
 	return at;
 }
 
-int sfr_parts_bytes(struct sfr_parts *p, const void *bytes, size_t len)
+int sfr_parts_add_bytes(struct sfr_parts *p, const void *bytes, size_t len)
 {
-	char *at = add_glue(p, len);
+	char *at = reserve_glue_bytes(p, len);
 
 	if (at != NULL && len != 0)
 		memcpy(at, bytes, len);
 	return p->rc;
 }
 
-int sfr_parts_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
+int sfr_parts_add_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
 {
 	struct sfr__image_entry *entry;
 
@@ -185,13 +185,13 @@ int sfr__parts_add_crc_field(struct sfr_parts *p, uint64_t off, uint32_t source)
 	return 0;
 }
 
-int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
+int sfr_parts_add_crc(struct sfr_parts *p, uint32_t source)
 {
 	static const char zeros[SFR__CRC_FIELD_LEN]; /* replaced by the CRC later */
 	uint64_t off = p->len;
 
 	if (sfr__parts_add_crc_field(p, off, source) == 0)
-		(void)sfr_parts_bytes(p, zeros, sizeof(zeros)); /* an error is in p->rc */
+		(void)sfr_parts_add_bytes(p, zeros, sizeof(zeros)); /* an error is in p->rc */
 	return p->rc;
 }
 
@@ -274,11 +274,11 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
 	/* If p->glue stayed NULL, the image would count as one in torch's format. So a byte of glue
 	 * is added, which allocates p->glue, and is removed again below. */
-	if (rc == 0 && add_glue(p, 1) == NULL)
+	if (rc == 0 && reserve_glue_bytes(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
 		return rc;
-	p->glue_len--; /* removes the byte that add_glue has added */
+	p->glue_len--; /* removes the byte that reserve_glue_bytes has added */
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
 	/* one extent for each source in place, one for the bytes before it, and one for the end */

@@ -81,7 +81,7 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 
 /* Return whether a field of the old end record agrees with the zip64 end record: it has the same
  * value, or the largest value, which means that only the zip64 end record has the value. */
-static bool agrees16(uint16_t old, uint64_t value)
+static bool equals_or_is_max16(uint16_t old, uint64_t value)
 {
 	return old == value || old == MAX16;
 }
@@ -147,7 +147,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 
 		if (wrong != NULL)
 			return wrong;
-		if (!agrees16(nr_records, end->nr_records) ||
+		if (!equals_or_is_max16(nr_records, end->nr_records) ||
 		    !equals_or_is_max32(dir_len, end->dir_len) ||
 		    !equals_or_is_max32(dir_off, end->dir_off))
 			return "its two end records disagree";
@@ -300,8 +300,8 @@ const char *sfr__unzip_check_local(const unsigned char *fixed, const struct sfr_
 	return NULL;
 }
 
-const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
-				   size_t extra_len, const struct sfr__unzip_record *rec)
+const char *sfr__unzip_check_local_extra(const unsigned char *fixed, const unsigned char *extra,
+					 size_t extra_len, const struct sfr__unzip_record *rec)
 {
 	static const char mismatch[] =
 		"its zip64 sizes in the local header are not the directory's";

@@ -65,8 +65,8 @@ const char *sfr__unzip_check_name(const unsigned char *name, const struct sfr__u
 const char *sfr__unzip_check_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 				   size_t *extra_len);
 /* Compares the zip64 sizes in a local header's extra fields with the directory. */
-const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
-				   size_t extra_len, const struct sfr__unzip_record *rec);
+const char *sfr__unzip_check_local_extra(const unsigned char *fixed, const unsigned char *extra,
+					 size_t extra_len, const struct sfr__unzip_record *rec);
 /* Checks the descriptor of a record, if the record has one. `bytes` are the `len` bytes after the
  * data, at most SFR__UNZIP_DESC_MAX. *desc_len receives the descriptor's length, or 0. */
 const char *sfr__unzip_check_desc(const unsigned char *bytes, size_t len,

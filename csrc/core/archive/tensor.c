@@ -238,15 +238,15 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 		    uint32_t source)
 {
 	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + DESC_MAX + SFR__ZIP_END_LEN];
-	uint64_t off = sfr_parts_len(parts); /* of the tail in the file */
-	uint64_t dir_off;                    /* of the directory in the tail */
+	uint64_t off = sfr_parts_file_len(parts); /* of the tail in the file */
+	uint64_t dir_off;                         /* of the directory in the tail */
 	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[TENSOR]);
 
 	dir_off = used;
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	/* errors of these two calls stay in `parts`, so sfr_parts_bytes below returns them */
+	/* errors of these two calls stay in `parts`, so sfr_parts_add_bytes below returns them */
 	(void)sfr__parts_add_crc_field(parts, off + SFR__ZIP_DESC_CRC, source);
 	(void)sfr__parts_add_crc_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
 	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[TENSOR],
@@ -254,15 +254,15 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 	/* the end record has the directory's offset in the archive */
 	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + dir_off - begin,
 				 used - dir_off);
-	return sfr_parts_bytes(parts, tail, used);
+	return sfr_parts_add_bytes(parts, tail, used);
 }
 
-int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
+int sfr_parts_add_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 {
 	/* SFR_PAGE: the longest padding */
 	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + DESC_MAX) + SFR_PAGE];
 	size_t head_len;
-	uint64_t begin = sfr_parts_len(parts);
+	uint64_t begin = sfr_parts_file_len(parts);
 	uint32_t source = sfr__parts_nr_sources(parts);
 	struct archive a = { .nbytes = { [TENSOR] = tensor->nbytes } };
 	int rc;
@@ -276,9 +276,9 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 		a.nbytes[i] = strlen(records[i].data);
 	}
 	head_len = write_head(&a, head, begin, tensor);
-	rc = sfr_parts_bytes(parts, head, head_len);
+	rc = sfr_parts_add_bytes(parts, head, head_len);
 	if (rc == 0)
-		rc = sfr_parts_source(parts, tensor->addr, tensor->nbytes);
+		rc = sfr_parts_add_source(parts, tensor->addr, tensor->nbytes);
 	if (rc == 0)
 		rc = add_tail(parts, &a, begin, source);
 	return rc;

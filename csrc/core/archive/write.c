@@ -60,7 +60,7 @@ static bool is_zip64(const struct sfr__image_entry *e)
 	return needs_zip64(e->nbytes) || needs_zip64(e->hdr_off);
 }
 
-uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off)
+uint64_t sfr__zip_local_header_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off)
 {
 	const bool zip64 = needs_zip64(nbytes) || needs_zip64(hdr_off);
 
@@ -70,7 +70,7 @@ uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off
 
 uint64_t sfr__zip_header_len(const struct sfr__image_entry *e)
 {
-	return sfr__zip_local_len(strlen(e->name), e->nbytes, e->hdr_off);
+	return sfr__zip_local_header_len(strlen(e->name), e->nbytes, e->hdr_off);
 }
 
 uint32_t sfr__zip_desc_len(const struct sfr__image_entry *e)
@@ -102,7 +102,7 @@ static bool tail_is_zip64(const struct sfr__image *img)
 
 /* Returns the length of the tail without its zeros: the record .data/serialization_id (the id), the
  * central directory, and the end records. Sets *dir_len to the length of the directory. */
-static uint64_t used_tail_len(const struct sfr__image *img, uint64_t *dir_len)
+static uint64_t unpadded_tail_len(const struct sfr__image *img, uint64_t *dir_len)
 {
 	bool zip64 = tail_is_zip64(img);
 	uint64_t id_header_len = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
@@ -119,7 +119,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 {
 	uint64_t dir_len;
 
-	return sfr__round_up(used_tail_len(img, &dir_len), SFR_PAGE);
+	return sfr__round_up(unpadded_tail_len(img, &dir_len), SFR_PAGE);
 }
 
 /* ---- records ------------------------------------------------------------- */
@@ -286,8 +286,8 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 	memcpy(dst, header + off, len);
 }
 
-void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
-			 void *dst)
+void sfr__image_put_descriptor(const struct sfr__image *img, uint32_t entry, uint64_t off,
+			       size_t len, void *dst)
 {
 	const struct sfr__image_entry *e = &img->entries[entry];
 	unsigned char desc[DESC64_LEN];
@@ -353,7 +353,7 @@ static void put_digits(char *digits, uint64_t value)
 
 /* Makes the id of the file: one half from the names, the other from sizes and CRCs. Files with the
  * same contents have the same id. The id is not cryptographic. */
-static void make_id(const struct sfr__image *img, char id[ID_LEN])
+static void compute_serialization_id(const struct sfr__image *img, char id[ID_LEN])
 {
 	const uint64_t start = UINT64_C(0xcbf29ce484222325); /* of FNV-1a */
 	uint64_t names = start, contents = start;
@@ -371,7 +371,7 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
-	uint64_t dir_len, used = used_tail_len(img, &dir_len);
+	uint64_t dir_len, used = unpadded_tail_len(img, &dir_len);
 	uint64_t pad = img->tail_len - used; /* zeros before the record of the id */
 	bool zip64 = tail_is_zip64(img);
 	struct cursor out = { (unsigned char *)dst + pad };
@@ -379,7 +379,7 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 	uint32_t crc;
 
 	memset(dst, 0, (size_t)pad);
-	make_id(img, id);
+	compute_serialization_id(img, id);
 	crc = sfr_crc32(0, id, ID_LEN);
 	put_local(&out, ID_NAME, ID_LEN, zip64, 0);
 	put_raw_bytes(&out, id, ID_LEN);

@@ -5,7 +5,7 @@
 #include "archive/layout.h"
 
 /* Returns the length of a local header at `hdr_off` without the padding that aligns the data. */
-uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
+uint64_t sfr__zip_local_header_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
 /* Return the length of an entry's local header (without that padding), and of its descriptor. The
  * entry's name, nbytes and hdr_off must be set. */
 uint64_t sfr__zip_header_len(const struct sfr__image_entry *e);

@@ -43,9 +43,9 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 /* ---- copy.c ---- */
 
 /* Copies like memcpy, with stores that bypass the caches, for bytes that only a disk will read. */
-void sfr__copy(void *dst, const void *src, size_t len);
-/* Called between sfr__copy and the moment when another thread may read the copy: the streaming
- * stores of sfr__copy are not ordered before other stores. */
+void sfr__copy_bypassing_caches(void *dst, const void *src, size_t len);
+/* Called between sfr__copy_bypassing_caches and the moment when another thread may read the copy:
+ * the streaming stores of sfr__copy_bypassing_caches are not ordered before other stores. */
 void sfr__copy_fence(void);
 
 /* ---- sys.c: helpers over the system-call table ---- */
@@ -86,14 +86,14 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 
 /* ---- cpus.c ---- */
 
-/* Moves the calling thread to the CPUs that were given to sfr_cpus_set, if any. */
-void sfr__cpus_apply(void);
+/* Moves the calling thread to the CPUs that were given to sfr_cpus_set_for_new_threads, if any. */
+void sfr__cpus_apply_to_this_thread(void);
 
 /* ---- err.c ---- */
 
 /* Sets *err, unless it already has an error: the first error wins. `code` is not 0. `note` may be
  * NULL and is cut to fit. Takes no lock: the caller protects *err. */
-void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
+void sfr__err_set_if_unset(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
 
 /* ---- fork.c ---- */
 

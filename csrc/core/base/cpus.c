@@ -20,7 +20,7 @@
 /* A bit for each CPU. If all are zero, threads inherit their CPUs. */
 static _Atomic uint64_t cpu_bits[NR_WORDS];
 
-int sfr_cpus_set(const int *cpus, size_t nr)
+int sfr_cpus_set_for_new_threads(const int *cpus, size_t nr)
 {
 	uint64_t new_bits[NR_WORDS] = { 0 };
 
@@ -34,7 +34,7 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-void sfr__cpus_apply(void)
+void sfr__cpus_apply_to_this_thread(void)
 {
 	cpu_set_t cpus;
 	bool any = false;

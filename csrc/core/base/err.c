@@ -85,7 +85,7 @@ const char *sfr_state_name(enum sfr_state state)
 	return (unsigned)state < SFR_NR_STATES ? states[state] : "";
 }
 
-void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
+void sfr__err_set_if_unset(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	if (err->code != 0)
 		return;

@@ -179,7 +179,7 @@ static int find_free_entry_locked(void)
 
 /* Waits until no fork waits for opens, for a second at most. Then makes a free entry OPENING.
  * Returns its index, or -EMFILE. */
-static int begin_open(void)
+static int reserve_entry_for_open(void)
 {
 	struct timespec until = wait_deadline();
 	int index;
@@ -197,7 +197,7 @@ static int begin_open(void)
 }
 
 /* Makes an OPENING entry OPEN, or FREE if `fd` is negative. */
-static void end_open(int index, int fd)
+static void record_open_result(int index, int fd)
 {
 	sfr__lock(&fork_mu);
 	atomic_store(&table[index].code, fd < 0 ? 0 : fd + 1);
@@ -208,7 +208,7 @@ static void end_open(int index, int fd)
 
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
-	int index = begin_open(), fd = -1, rc = -EINTR;
+	int index = reserve_entry_for_open(), fd = -1, rc = -EINTR;
 
 	if (index < 0)
 		return index;
@@ -218,7 +218,7 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 		if (rc != -EINTR)
 			break;
 	}
-	end_open(index, fd);
+	record_open_result(index, fd);
 	return rc;
 }
 
@@ -229,13 +229,13 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 
 int sfr__fd_open_memory(const char *name)
 {
-	int index = begin_open(), fd, rc;
+	int index = reserve_entry_for_open(), fd, rc;
 
 	if (index < 0)
 		return index;
 	fd = sfr_sys.memfd(name, MFD_CLOEXEC);
 	rc = fd < 0 ? -errno : fd;
-	end_open(index, fd);
+	record_open_result(index, fd);
 	return rc;
 }
 

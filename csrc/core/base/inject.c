@@ -346,7 +346,7 @@ void sfr_inject_uninstall(void)
 	sfr_inject_clear();
 }
 
-int sfr_inject_set(const struct sfr_fault *fault)
+int sfr_inject_add_fault(const struct sfr_fault *fault)
 {
 	enum call call = find_call(fault->call);
 

@@ -15,8 +15,8 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice put_back; /* given to sfr_notice_again; none if .what is 0 */
-	unsigned nr_stops;          /* calls of sfr_notice_stop that no waiter has seen */
+	struct sfr_notice put_back; /* given to sfr_notice_put_back; none if .what is 0 */
+	unsigned nr_stops;          /* calls of sfr_notice_post_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
@@ -91,14 +91,14 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	return out->what ? 0 : SFR_EAGAIN;
 }
 
-void sfr_notice_again(const struct sfr_notice *notice)
+void sfr_notice_put_back(const struct sfr_notice *notice)
 {
 	sfr__lock(&notices.mu);
 	notices.put_back = *notice;
 	sfr__unlock(&notices.mu);
 }
 
-void sfr_notice_stop(void)
+void sfr_notice_post_stop(void)
 {
 	sfr__lock(&notices.mu);
 	notices.nr_stops++;

@@ -24,12 +24,14 @@
 
 #define NR_SIGNALS 65 /* Linux has 1 to 64 */
 
-static struct sigaction old_actions[NR_SIGNALS]; /* those that sfr_signals_leave replaced */
-static _Atomic pid_t recorded_parent; /* the parent when sfr_signals_leave was called last */
+static struct sigaction
+	old_actions[NR_SIGNALS]; /* those that sfr_signals_leave_to_parent replaced */
+static _Atomic pid_t
+	recorded_parent; /* the parent when sfr_signals_leave_to_parent was called last */
 
 /* Returns whether the handler must ignore the signal: the parent lives and has not sent it. If so,
  * also asks the kernel to kill this process when its parent dies. */
-static bool must_ignore(const siginfo_t *info)
+static bool prepare_to_ignore_signal(const siginfo_t *info)
 {
 	pid_t my_parent = atomic_load(&recorded_parent);
 
@@ -47,7 +49,7 @@ static void handle_signal(int signum, siginfo_t *info, void *context)
 	const struct sigaction *old = &old_actions[signum];
 	int saved_errno = errno;
 
-	if (must_ignore(info)) {
+	if (prepare_to_ignore_signal(info)) {
 		errno = saved_errno;
 		return;
 	}
@@ -63,7 +65,7 @@ static void handle_signal(int signum, siginfo_t *info, void *context)
 	errno = saved_errno;
 }
 
-int sfr_signals_leave(int signum, bool at_once)
+int sfr_signals_leave_to_parent(int signum, bool at_once)
 {
 	struct sigaction action = { 0 }, old;
 

@@ -118,7 +118,7 @@ struct sfr_sys sfr_sys = {
 	.set_slack = plain_set_slack,
 	.set_affinity = plain_set_affinity,
 	.clock_gettime = clock_gettime,
-	.capture_copy = sfr__copy,
+	.capture_copy = sfr__copy_bypassing_caches,
 	.lane_copy = sfr_crc32_copy,
 };
 

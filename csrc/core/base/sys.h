@@ -86,7 +86,7 @@ int sfr_inject_install(void);
  *   -EINVAL  an unknown call, nth 0, or an error for a call that can only be slow (free, readdir,
  *            closedir, thread_join, clock_gettime, capture_copy, lane_copy)
  *   -ENOSPC  there are 16 faults already */
-int sfr_inject_set(const struct sfr_fault *fault);
+int sfr_inject_add_fault(const struct sfr_fault *fault);
 /* Removes one fault that equals *fault; the counters stay. Returns 0, or -ENOENT if there is
  * none. */
 int sfr_inject_remove_fault(const struct sfr_fault *fault);

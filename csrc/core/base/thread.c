@@ -23,7 +23,7 @@ static void *thread_main(void *arg)
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
-	sfr__cpus_apply();
+	sfr__cpus_apply_to_this_thread();
 	/* a sandbox may forbid these calls; a failure only makes the program slower */
 	if (start.kind == SFR__BACKGROUND)
 		(void)sfr_sys.set_nice(WORKER_NICE);

@@ -20,9 +20,10 @@
  *     SUMS    check_sums     a long file's bytes and headers, read on threads (sums.c)
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
- *     SORT    sort_names     sorts the names by their hashes: a bounded number of moves
- *     NAMES   check_next_same_hash_names    compares a pair of names; at the end, looks for
- *                                           data.pkl and version
+ *     SORT    continue_sorting_names       sorts the names by their hashes: a bounded number of
+ *                                          moves
+ *     NAMES   check_next_same_hash_names   compares a pair of names; at the end, looks for data.pkl
+ *                                          and version
  *     DONE                   the result is final
  *
  * A step is a function that returns 0, SFR_EAGAIN or -errno, and sets c->state to the next step. If
@@ -142,7 +143,7 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 		len = smaller_of(r->nbytes, tail_lens[i]);
 		rc = sfr__window_get(&c->dir_window, r->nbytes - len, len, r->nbytes, &bytes, NULL);
 		if (rc != 0)
-			return sfr__check_unreadable(c, rc);
+			return sfr__check_handle_read_error(c, rc);
 		if (sfr__unzip_trailing_bytes(bytes, len) == 0)
 			break; /* the end record is the last in the file */
 	}
@@ -162,15 +163,15 @@ static int start_check(struct sfr_check *c)
 	int rc;
 
 	if (sfr_sys.fstat(c->fd, &st) != 0)
-		return sfr__check_unreadable(c, -errno);
+		return sfr__check_handle_read_error(c, -errno);
 	if (S_ISDIR(st.st_mode))
-		return sfr__check_unreadable(c, -EISDIR);
+		return sfr__check_handle_read_error(c, -EISDIR);
 	if (!S_ISREG(st.st_mode))
-		return sfr__check_fatal(c, "it is not a regular file");
+		return sfr__check_end_with_damage(c, "it is not a regular file");
 	if (r->nbytes == SFR_CHECK_WHOLE)
 		r->nbytes = (uint64_t)st.st_size;
 	if (r->nbytes == 0)
-		return sfr__check_fatal(c, "it is empty");
+		return sfr__check_end_with_damage(c, "it is empty");
 	rc = make_windows(c);
 	if (rc != 0)
 		return rc;
@@ -178,7 +179,7 @@ static int start_check(struct sfr_check *c)
 	len = smaller_of(r->nbytes, 64); /* enough bytes to recognise the format */
 	rc = sfr__window_get(&c->body_window, 0, len, r->nbytes, &bytes, NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	if (is_legacy(bytes, len)) {
 		r->format = SFR_FORMAT_LEGACY;
 		r->ok = true;
@@ -188,14 +189,14 @@ static int start_check(struct sfr_check *c)
 	}
 	/* torch.load recognises an archive by these four bytes, too; a file may be cut off here */
 	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
-		return sfr__check_fatal(c, describe_foreign(bytes, len));
+		return sfr__check_end_with_damage(c, describe_foreign(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
 
 	rc = find_archive_end(c, &wrong);
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
 		return rc;
 	if (wrong != NULL)
-		return sfr__check_fatal(c, wrong);
+		return sfr__check_end_with_damage(c, wrong);
 	r->nr_records = c->end.nr_records;
 	/* reading the headers of long records would slow the load that follows (see the head) */
 	records_are_long = c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records;
@@ -210,7 +211,7 @@ static int start_check(struct sfr_check *c)
 /* ---- SUMS ------------------------------------------------------------------- */
 
 /* Frees the reader and the check of the directory, if there are any. */
-static void end_sums(struct sfr_check *c)
+static void free_reader_and_dir_check(struct sfr_check *c)
 {
 	sfr__reader_free(c->reader);
 	sfr_check_free(c->dir_check);
@@ -220,7 +221,7 @@ static void end_sums(struct sfr_check *c)
 
 /* Checks the directory, and starts the reader if there is no damage. Returns 0, SFR_EAGAIN, or an
  * error; after an error the walk checks the file. */
-static int check_dir_and_start_sums(struct sfr_check *c)
+static int check_dir_and_start_reader(struct sfr_check *c)
 {
 	int rc = 0;
 
@@ -231,14 +232,14 @@ static int check_dir_and_start_sums(struct sfr_check *c)
 		rc = sfr_check_run(c->dir_check, sfr__time_left(c->deadline_ns));
 	if (rc != 0)
 		return rc;
-	return c->dir_check->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
+	return c->dir_check->result.ok ? sfr__check_start_reader(c) : SFR_ECORRUPT;
 }
 
 /* The step SUMS: starts the reader, or waits for it. */
 static int check_sums(struct sfr_check *c)
 {
 	const bool started = c->reader != NULL;
-	int rc = started ? sfr__check_await_sums(c) : check_dir_and_start_sums(c);
+	int rc = started ? sfr__check_await_reader(c) : check_dir_and_start_reader(c);
 
 	if (rc == SFR_EAGAIN)
 		return 0; /* the state stays SUMS: the step is tried again */
@@ -247,7 +248,7 @@ static int check_sums(struct sfr_check *c)
 	if (started && rc != -EOPNOTSUPP && rc != SFR_EFORK)
 		return rc; /* the reader has ended, and its result is final */
 	/* the reader could not be started, or cannot read this file: the walk checks it */
-	end_sums(c);
+	free_reader_and_dir_check(c);
 	c->body_pos = c->reported_pos = 0;
 	c->state = SFR__CHECK_RECORD;
 	return 0;
@@ -256,21 +257,22 @@ static int check_sums(struct sfr_check *c)
 /* ---- SORT and NAMES ---------------------------------------------------------- */
 
 /* Reads the name of the directory record at `off` into c->name again, and sets c->rec.name_len.
- * Returns 0, or a code for sfr__check_unreadable. */
+ * Returns 0, or a code for sfr__check_handle_read_error. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
 	size_t len = SFR__UNZIP_CENTRAL_LEN;
 	const unsigned char *entry;
-	int rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &entry, NULL);
+	int rc = sfr__window_get(&c->dir_window, off, len, sfr__check_get_dir_end_off(c), &entry,
+				 NULL);
 
 	if (rc != 0)
 		return rc;
 	/* the record was valid before, but the file may have been changed since */
 	if (sfr__unzip_parse_central(entry, &c->rec) != NULL ||
-	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
+	    c->rec.name_len > sfr__check_get_dir_end_off(c) - off - len)
 		return SFR_ECORRUPT;
 	len += c->rec.name_len;
-	rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &entry, NULL);
+	rc = sfr__window_get(&c->dir_window, off, len, sfr__check_get_dir_end_off(c), &entry, NULL);
 	if (rc != 0)
 		return rc;
 	memcpy(c->name, entry + SFR__UNZIP_CENTRAL_LEN, c->rec.name_len);
@@ -287,20 +289,20 @@ static int check_names_differ(struct sfr_check *c, uint64_t first, uint64_t seco
 	int rc = reread_name(c, first);
 
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	first_len = c->rec.name_len;
 	memcpy(first_name, c->name, first_len);
 	rc = reread_name(c, second);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	if (first_len != c->rec.name_len || memcmp(first_name, c->name, first_len) != 0)
 		return 0;
 	return sfr__check_add_bad_record(c, "its name occurs twice");
 }
 
-static int sort_names(struct sfr_check *c)
+static int continue_sorting_names(struct sfr_check *c)
 {
-	if (sfr__names_sort(&c->names, MOVES_PER_STEP))
+	if (sfr__names_continue_sort(&c->names, MOVES_PER_STEP))
 		c->state = SFR__CHECK_NAMES;
 	return 0;
 }
@@ -312,10 +314,10 @@ static int give_verdict(struct sfr_check *c)
 
 	/* only if no record is damaged: the missing one may be among the damaged ones */
 	if (ok && !c->has_pickle)
-		return sfr__check_fatal(
+		return sfr__check_end_with_damage(
 			c, "it is not a torch.save file: the archive has no record data.pkl");
 	if (ok && !c->has_version)
-		return sfr__check_fatal(
+		return sfr__check_end_with_damage(
 			c, "it is not a torch.save file: the archive has no record version");
 	c->result.ok = ok;
 	c->body_pos = c->result.nbytes;
@@ -341,12 +343,12 @@ static int check_next_same_hash_names(struct sfr_check *c)
 	if (c->result.nr_bad != nr_bad) /* the names were equal */
 		return give_verdict(c);
 	if (++c->nr_same_hash > SAME_HASH_MAX)
-		return sfr__check_fatal(
+		return sfr__check_end_with_damage(
 			c, "the names of its records were chosen to be slow to tell apart");
 	return 0;
 }
 
-uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size_t len)
+uint64_t sfr__check_find_record(const struct sfr_check *c, const char *short_name, size_t len)
 {
 	char name[SFR__UNZIP_NAME_MAX];
 	uint64_t pos = 0, entry_off;
@@ -356,7 +358,7 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size
 	memcpy(name, c->prefix, c->prefix_len);
 	memcpy(name + c->prefix_len, short_name, len);
 	len += c->prefix_len;
-	while (sfr__names_find(&c->names, name, len, &pos, &entry_off)) {
+	while (sfr__names_find_hash_match(&c->names, name, len, &pos, &entry_off)) {
 		uint64_t index = sfr__listing_find(&c->listing, entry_off);
 		const struct sfr__listed_record *listed = &c->listing.records[index];
 
@@ -403,7 +405,7 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 		[SFR__CHECK_SUMS] = check_sums,
 		[SFR__CHECK_RECORD] = sfr__check_next_record,
 		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
-		[SFR__CHECK_SORT] = sort_names,
+		[SFR__CHECK_SORT] = continue_sorting_names,
 		[SFR__CHECK_NAMES] = check_next_same_hash_names,
 	};
 	const uint64_t deadline = sfr__deadline(slice_ns);
@@ -442,7 +444,7 @@ void sfr_check_free(struct sfr_check *check)
 	for (uint32_t i = 0; i < check->result.nr_listed; i++)
 		sfr_sys.free(check->bad[i].name);
 	sfr_sys.free(check->bad);
-	end_sums(check);
+	free_reader_and_dir_check(check);
 	sfr__names_fini(&check->names);
 	sfr__listing_fini(&check->listing);
 	sfr__window_fini(&check->dir_window);

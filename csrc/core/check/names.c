@@ -68,7 +68,7 @@ static void sift_down(struct sfr__hashed_name *v, uint64_t at, uint64_t end,
 
 /* Heap sort. The heap is [heap_from, heap_to). First heap_from decreases from the middle to 0. Then
  * the largest element repeatedly goes to the end of the heap, and heap_to decreases. */
-bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
+bool sfr__names_continue_sort(struct sfr__names *names, uint64_t moves)
 {
 	struct sfr__hashed_name *v = names->entries;
 
@@ -104,8 +104,8 @@ bool sfr__names_next_same_hash(const struct sfr__names *names, uint64_t *pos, ui
 	return false;
 }
 
-bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *pos,
-		     uint64_t *offset)
+bool sfr__names_find_hash_match(const struct sfr__names *names, const char *name, size_t len,
+				uint64_t *pos, uint64_t *offset)
 {
 	const uint64_t hash = hash_name((const unsigned char *)name, len);
 	/* the first name from index *pos on whose hash is not lower */

@@ -24,7 +24,7 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 		   uint64_t offset);
 /* Continues to sort the list by hash, with at most `moves` moves of one name each. Called when all
  * names are added. Returns whether the list is sorted. */
-bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
+bool sfr__names_continue_sort(struct sfr__names *names, uint64_t moves);
 /* Finds the next two names with the same hash in a sorted list, and sets *first and *second to
  * their offsets, *first < *second. The names may differ: the caller compares them. *pos is the
  * position in the list, 0 before the first call. Returns false at the end. */
@@ -33,8 +33,8 @@ bool sfr__names_next_same_hash(const struct sfr__names *names, uint64_t *pos, ui
 /* Finds the next name with the hash of `name` in a sorted list, and sets *offset to its offset. The
  * found name may differ from `name`: the caller compares them. *pos is the position in the list, 0
  * before the first call. Returns false at the end. */
-bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *pos,
-		     uint64_t *offset);
+bool sfr__names_find_hash_match(const struct sfr__names *names, const char *name, size_t len,
+				uint64_t *pos, uint64_t *offset);
 void sfr__names_fini(struct sfr__names *names);
 
 #endif

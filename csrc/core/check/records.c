@@ -3,8 +3,8 @@
  *     directory record --> local header --> [data, chunk by chunk] --> descriptor --> next
  *       (1)                  (2)              (3)                        (4)
  *
- * (1) read_central, (2) check_local_header, (3) record_bytes, (4) check_data_descriptor. With
- * SFR_CHECK_DIRECTORY, (2) is find_end_by_directory, and there is nothing after it.
+ * (1) read_next_dir_record, (2) check_local_header, (3) record_bytes, (4) check_data_descriptor.
+ * With SFR_CHECK_DIRECTORY, (2) is find_end_by_directory, and there is nothing after it.
  *
  * The functions set *wrong to the first damage of the record. The record is then put on the list of
  * bad records and not checked further. They return 0, SFR_EAGAIN or -errno, as a step does.
@@ -52,32 +52,33 @@ static const char *store_and_check_name(struct sfr_check *c, const unsigned char
 
 /* Reads the next directory record into c->rec and c->name. *wrong receives damage of this record.
  * If the rest of the directory is unreadable, ends the check (c->state is DONE). */
-static int read_central(struct sfr_check *c, const char **wrong)
+static int read_next_dir_record(struct sfr_check *c, const char **wrong)
 {
 	static const char short_dir[] = "its directory ends in the middle of a record";
 	const unsigned char *entry, *name;
-	uint64_t left = sfr__check_dir_end(c) - c->dir_pos;
+	uint64_t left = sfr__check_get_dir_end_off(c) - c->dir_pos;
 	const char *damage;
 	size_t len;
 	int rc;
 
 	if (left < SFR__UNZIP_CENTRAL_LEN)
-		return sfr__check_fatal(c, short_dir);
+		return sfr__check_end_with_damage(c, short_dir);
 	rc = sfr__window_get(&c->dir_window, c->dir_pos, SFR__UNZIP_CENTRAL_LEN,
-			     sfr__check_dir_end(c), &entry, NULL);
+			     sfr__check_get_dir_end_off(c), &entry, NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	damage = sfr__unzip_parse_central(entry, &c->rec);
 	if (damage != NULL)
-		return sfr__check_fatal(c, damage);
+		return sfr__check_end_with_damage(c, damage);
 	len = (size_t)SFR__UNZIP_CENTRAL_LEN + c->rec.name_len + c->rec.extra_len +
 	      c->rec.comment_len;
 	if (len > left)
-		return sfr__check_fatal(c, short_dir);
+		return sfr__check_end_with_damage(c, short_dir);
 	/* again, now with its name, extra fields and comment */
-	rc = sfr__window_get(&c->dir_window, c->dir_pos, len, sfr__check_dir_end(c), &entry, NULL);
+	rc = sfr__window_get(&c->dir_window, c->dir_pos, len, sfr__check_get_dir_end_off(c), &entry,
+			     NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	name = entry + SFR__UNZIP_CENTRAL_LEN;
 	rc = sfr__names_add(&c->names, name, c->rec.name_len, c->dir_pos);
 	if (rc != 0)
@@ -132,7 +133,7 @@ static int check_local_header(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body_window, rec->hdr_off, SFR__UNZIP_LOCAL_LEN, limit, &header,
 			     NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	/* even if this header is damaged, the next record cannot begin before its end */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL_LEN;
 	*wrong = sfr__unzip_check_local(header, rec, &extra_len);
@@ -146,13 +147,13 @@ static int check_local_header(struct sfr_check *c, const char **wrong)
 	/* now the header with its name and extra fields */
 	rc = sfr__window_get(&c->body_window, rec->hdr_off, len, limit, &header, NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	name = header + SFR__UNZIP_LOCAL_LEN;
 	if (memcmp(name, c->name, rec->name_len) != 0) {
 		*wrong = "its name in the local header is another one";
 		return 0;
 	}
-	*wrong = sfr__unzip_local_extra(header, name + rec->name_len, extra_len, rec);
+	*wrong = sfr__unzip_check_local_extra(header, name + rec->name_len, extra_len, rec);
 	c->data_off = rec->hdr_off + len;
 	return 0;
 }
@@ -171,7 +172,7 @@ static int check_data_descriptor(struct sfr_check *c, const char **wrong)
 	}
 	rc = sfr__window_get(&c->body_window, off, len, c->end.dir_off, &bytes, NULL);
 	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
+		return sfr__check_handle_read_error(c, rc);
 	*wrong = sfr__unzip_check_desc(bytes, len, &c->rec, &len);
 	c->rec_end = off + len;
 	return 0;
@@ -179,7 +180,7 @@ static int check_data_descriptor(struct sfr_check *c, const char **wrong)
 
 /* Returns whether the check of the current record goes on: there was no error (`rc`), no damage of
  * the record (`wrong`), and no damage that ended the check (c->state would be DONE). */
-static bool record_check_goes_on(const struct sfr_check *c, int rc, const char *wrong)
+static bool can_continue_record_check(const struct sfr_check *c, int rc, const char *wrong)
 {
 	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
 }
@@ -191,20 +192,20 @@ static int check_directory_record(struct sfr_check *c)
 	const bool reads_headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	const uint64_t entry_off = c->dir_pos;
 	const char *wrong = NULL;
-	int rc = read_central(c, &wrong);
+	int rc = read_next_dir_record(c, &wrong);
 
-	if (record_check_goes_on(c, rc, wrong) && !reads_headers)
+	if (can_continue_record_check(c, rc, wrong) && !reads_headers)
 		find_end_by_directory(c, &wrong);
-	if (record_check_goes_on(c, rc, wrong) && reads_headers)
+	if (can_continue_record_check(c, rc, wrong) && reads_headers)
 		rc = check_local_header(c, &wrong);
-	if (record_check_goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
+	if (can_continue_record_check(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
 	    c->rec.method == SFR__UNZIP_STORED) {
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES; /* the next step */
 		return 0;
 	}
-	if (record_check_goes_on(c, rc, wrong) && reads_headers)
+	if (can_continue_record_check(c, rc, wrong) && reads_headers)
 		rc = check_data_descriptor(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_RECORD) /* an error, or the check has ended */
 		return rc;
@@ -231,8 +232,9 @@ int sfr__check_next_record(struct sfr_check *c)
 	int rc;
 
 	if (nr == c->end.nr_records) { /* all records are checked */
-		if (c->dir_pos != sfr__check_dir_end(c))
-			return sfr__check_fatal(c, "its directory is longer than its records");
+		if (c->dir_pos != sfr__check_get_dir_end_off(c))
+			return sfr__check_end_with_damage(
+				c, "its directory is longer than its records");
 		c->state = SFR__CHECK_SORT;
 		return 0;
 	}
@@ -256,19 +258,19 @@ int sfr__check_record_bytes(struct sfr_check *c)
 	int rc;
 
 	if (left != 0) { /* one chunk in each step */
-		sfr__source_will_read(&c->body_window.source, c->body_pos, c->end.dir_off);
+		sfr__source_announce_read(&c->body_window.source, c->body_pos, c->end.dir_off);
 		/* one byte is enough; `avail` becomes how many the window has */
 		rc = sfr__window_get(&c->body_window, c->data_off + c->data_done, 1, c->end.dir_off,
 				     &bytes, &avail);
 		if (rc != 0)
-			return sfr__check_unreadable(c, rc);
+			return sfr__check_handle_read_error(c, rc);
 		if (avail > left)
 			avail = (size_t)left;
 		c->crc = sfr_crc32(c->crc, bytes, avail);
 		c->data_done += avail;
 		c->body_pos = c->data_off + c->data_done;
-		sfr__source_was_read(&c->body_window.source, c->reported_pos,
-				     c->body_pos - c->reported_pos);
+		sfr__source_discard_read_range(&c->body_window.source, c->reported_pos,
+					       c->body_pos - c->reported_pos);
 		c->reported_pos = c->body_pos;
 		return 0;
 	}

@@ -34,13 +34,13 @@ struct sfr_check {
 	struct sfr__unzip_end end;      /* where the directory is */
 	uint64_t dir_pos;               /* offset of the next directory record */
 	uint64_t body_pos;              /* the file is checked up to this offset */
-	uint64_t reported_pos;          /* sfr__source_was_read has got the bytes before this */
-	bool has_pickle, has_version;   /* there is a record data.pkl, and version */
-	struct sfr__names names;        /* with the offsets of the directory records */
-	struct sfr__listing listing;    /* the records, kept with SFR_CHECK_KEEP */
-	uint64_t names_pos;             /* index in `names` up to which names are compared */
-	unsigned nr_same_hash;          /* pairs of different names with the same hash */
-	bool os_error;                  /* `code` is the system's error of reading the file */
+	uint64_t reported_pos; /* sfr__source_discard_read_range has got the bytes before this */
+	bool has_pickle, has_version; /* there is a record data.pkl, and version */
+	struct sfr__names names;      /* with the offsets of the directory records */
+	struct sfr__listing listing;  /* the records, kept with SFR_CHECK_KEEP */
+	uint64_t names_pos;           /* index in `names` up to which names are compared */
+	unsigned nr_same_hash;        /* pairs of different names with the same hash */
+	bool os_error;                /* `code` is the system's error of reading the file */
 	/* used by the step SUMS, else NULL */
 	struct sfr_check *dir_check; /* a check of the directory alone */
 	struct sfr_reader *reader;   /* the threads that read */
@@ -56,7 +56,7 @@ struct sfr_check {
 };
 
 /* Returns the offset of the first byte after the directory. */
-static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
+static inline uint64_t sfr__check_get_dir_end_off(const struct sfr_check *c)
 {
 	return c->end.dir_off + c->end.dir_len;
 }
@@ -64,19 +64,19 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 /* ---- verdict.c: each returns 0 or -errno, as every step does ---- */
 
 /* Ends the check: the file as a whole is damaged. */
-int sfr__check_fatal(struct sfr_check *c, const char *wrong);
+int sfr__check_end_with_damage(struct sfr_check *c, const char *wrong);
 /* Handles the code `rc` of a read that failed. Returns:
  *   0           the file was changed meanwhile: the check has ended, with damage
  *   SFR_EAGAIN  the bytes have not arrived: the step is tried again
  *   -errno      the operating system's error */
-int sfr__check_unreadable(struct sfr_check *c, int rc);
+int sfr__check_handle_read_error(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad records. Returns 0 or -ENOMEM. */
 int sfr__check_add_bad_record(struct sfr_check *c, const char *reason);
 
 /* Returns the index in c->listing of the record with this name, or listing.nr if there is none.
  * `short_name` is the name without the archive's directory, of `len` bytes. The check must be
  * done. */
-uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size_t len);
+uint64_t sfr__check_find_record(const struct sfr_check *c, const char *short_name, size_t len);
 
 /* ---- records.c: two of the steps ---- */
 
@@ -87,12 +87,12 @@ int sfr__check_record_bytes(struct sfr_check *c);
 
 /* Starts the reader, once the check of the directory has found no damage. Returns 0 or an error of
  * sfr__reader_new or sfr_reader_allow_records. */
-int sfr__check_start_sums(struct sfr_check *c);
+int sfr__check_start_reader(struct sfr_check *c);
 /* Waits for the reader and takes its result. Returns:
  *   0                       the check has ended
  *   SFR_EAGAIN              the slice is over
  *   -EOPNOTSUPP, SFR_EFORK  the file must be read in one thread instead (check.c)
  *   another -errno          the file cannot be read, or there is no memory */
-int sfr__check_await_sums(struct sfr_check *c);
+int sfr__check_await_reader(struct sfr_check *c);
 
 #endif

@@ -16,7 +16,7 @@
 #include "check/records.h"
 #include "base/base.h"
 
-int sfr__check_start_sums(struct sfr_check *c)
+int sfr__check_start_reader(struct sfr_check *c)
 {
 	const struct sfr__reader_spec spec = {
 		.listing = &c->dir_check->listing,
@@ -65,7 +65,7 @@ static int copy_reader_result(struct sfr_check *c)
 	return 0;
 }
 
-int sfr__check_await_sums(struct sfr_check *c)
+int sfr__check_await_reader(struct sfr_check *c)
 {
 	int rc = sfr_reader_wait(c->reader, c->dir_check->listing.nr,
 				 sfr__time_left(c->deadline_ns));
@@ -76,5 +76,5 @@ int sfr__check_await_sums(struct sfr_check *c)
 		c->body_pos = sfr_reader_bytes_read(c->reader); /* the progress */
 	if (rc == SFR_EAGAIN || rc == -EOPNOTSUPP || rc == SFR_EFORK)
 		return rc;
-	return sfr__check_unreadable(c, rc);
+	return sfr__check_handle_read_error(c, rc);
 }

@@ -6,7 +6,7 @@
 #include "check/records.h"
 #include "base/base.h"
 
-int sfr__check_fatal(struct sfr_check *c, const char *wrong)
+int sfr__check_end_with_damage(struct sfr_check *c, const char *wrong)
 {
 	if (c->result.error[0] == '\0')
 		(void)snprintf(c->result.error, sizeof(c->result.error), "%s", wrong);
@@ -14,12 +14,12 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong)
 	return 0;
 }
 
-int sfr__check_unreadable(struct sfr_check *c, int rc)
+int sfr__check_handle_read_error(struct sfr_check *c, int rc)
 {
 	if (rc == SFR_EAGAIN)
 		return rc;
 	if (rc == SFR_ECORRUPT) /* the file ended before its length at the start */
-		return sfr__check_fatal(c, "it was changed while it was read");
+		return sfr__check_end_with_damage(c, "it was changed while it was read");
 	c->os_error = true;
 	return rc;
 }

@@ -17,7 +17,7 @@
 
 #define NS_PER_S 1000000000u
 
-bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
+bool sfr__log_can_leave_list_locked(const struct sfr__log_entry *e)
 {
 	return sfr__log_has_ended(e) && !e->loads && e->fs_wait_since_ns == 0;
 }
@@ -84,7 +84,7 @@ bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 		return false;
 	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
 	     front = front->next) {
-		if (sfr__log_is_over_locked(front))
+		if (sfr__log_can_leave_list_locked(front))
 			continue;
 		if (sfr__log_concerns(front, e->key))
 			return false;
@@ -133,7 +133,7 @@ void sfr__log_report_hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 	}
 }
 
-int sfr_log_unanswered(char *text, size_t len)
+int sfr_log_describe_hang(char *text, size_t len)
 {
 	uint64_t now = sfr__now_ns();
 	int found = 0;

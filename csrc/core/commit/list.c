@@ -55,12 +55,12 @@ struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
 	return last;
 }
 
-uint64_t sfr__log_close_seq(void)
+uint64_t sfr__log_seq_awaited_by_close(void)
 {
 	return sfr__under(&sfr__log.mu, sfr__log.close_seq);
 }
 
-int sfr_log_exists(const char *key)
+int sfr_log_will_exist(const char *key)
 {
 	struct sfr__log_entry *e;
 	int answer = -1; /* no entry decides; sfr/log.h explains all answers */
@@ -101,7 +101,7 @@ uint64_t sfr_log_pending(void)
 	return sfr__under(&sfr__log.mu, sfr__log.nr_pending);
 }
 
-void sfr_log_tune(uint64_t patience_ns)
+void sfr_log_set_patience(uint64_t patience_ns)
 {
 	sfr__lock(&sfr__log.mu);
 	sfr__log.patience_ns = patience_ns ? patience_ns : PATIENCE_NS;

@@ -112,13 +112,13 @@ static bool may_open_loads_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
 	     front = front->next)
-		if (!sfr__log_is_over_locked(front) && sfr__log_concerns(front, e->key))
+		if (!sfr__log_can_leave_list_locked(front) && sfr__log_concerns(front, e->key))
 			return false;
 	return e->loads != NULL;
 }
 
 /* Makes external work at the head ready, and wakes the threads that wait for it. */
-static void offer_work_locked(struct sfr__log_entry *head)
+static void offer_external_work_locked(struct sfr__log_entry *head)
 {
 	const bool is_external = !head->ops->run;
 
@@ -143,12 +143,12 @@ static bool advance_log_locked(void)
 	struct sfr__log_entry *head = sfr__log.entries.head;
 	uint64_t now = head ? sfr__now_ns() : 0;
 
-	if (head && sfr__log_is_over_locked(head)) {
+	if (head && sfr__log_can_leave_list_locked(head)) {
 		remove_head_locked(head);
 		return true;
 	}
 	if (head)
-		offer_work_locked(head);
+		offer_external_work_locked(head);
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
 		bool ended = sfr__log_has_ended(e);
 
@@ -170,7 +170,7 @@ static bool advance_log_locked(void)
 
 /* Called by a thread of the log before it ends; releases the lock. Joins the thread that ended
  * before, so at most one ended thread is not joined. */
-static void end_thread_locked(void)
+static void deregister_ending_thread_locked(void)
 {
 	bool has_previous = sfr__log.has_ended_thread;
 	pthread_t previous = sfr__log.ended_thread;
@@ -204,7 +204,7 @@ static void *log_main(void *unused)
 		(void)sfr__cond_wait(&sfr__log.cv_work, &sfr__log.mu, sfr__deadline(max_wait_ns));
 		sfr__log.nr_idle--;
 	}
-	end_thread_locked();
+	deregister_ending_thread_locked();
 	return NULL;
 }
 
@@ -293,7 +293,7 @@ void sfr__log_mark_ended(struct sfr__log_entry *entry, bool succeeded)
 	sfr__unlock(&sfr__log.mu);
 }
 
-int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok)
+int sfr__log_take_external_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
 	int rc;

@@ -42,7 +42,7 @@ struct sfr__log_entry {
 	/* constant */
 	const struct sfr__log_ops *ops;
 	char *key;       /* the path that the entry concerns (sfr/log.h) */
-	uint64_t number; /* for external work: its number in sfr__log_take_work */
+	uint64_t number; /* for external work: its number in sfr__log_take_external_work */
 	uint64_t fs;     /* the file system: st_dev of the directory; 0: unknown */
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
@@ -68,10 +68,10 @@ void sfr__log_mark_ready(struct sfr__log_entry *entry);
 /* Sets the state to SUCCEEDED or FAILED. Only the first call for an entry counts. */
 void sfr__log_mark_ended(struct sfr__log_entry *entry, bool succeeded);
 /* Returns the sequence number of the last entry that closing an engine waits for, or 0. */
-uint64_t sfr__log_close_seq(void);
+uint64_t sfr__log_seq_awaited_by_close(void);
 /* Waits until the head is external work that no caller has taken, and takes it. Sets *number to the
  * entry's number, and *last_save_ok as for ops->run. Returns 0, SFR_EAGAIN, or SFR_ECLOSED when the
  * log is being stopped. */
-int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok);
+int sfr__log_take_external_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok);
 
 #endif

@@ -24,8 +24,8 @@ struct sfr__log {
 	bool has_ended_thread;  /* `ended_thread` is set */
 	pthread_t ended_thread; /* the thread that ended last; it is not joined yet */
 	uint64_t nr_reserved;   /* reservations (sfr__log_reserve) not used or given up yet */
-	uint64_t nr_stops;      /* calls of sfr_log_stop; a new one also ends sfr__log_take_work */
-	bool last_save_failed;  /* the save that left the list last has failed */
+	uint64_t nr_stops; /* calls of sfr_log_stop, which ends sfr__log_take_external_work too */
+	bool last_save_failed; /* the save that left the list last has failed */
 };
 extern struct sfr__log sfr__log;
 
@@ -52,7 +52,7 @@ void sfr__log_open_loads(struct sfr_log_load *loads);
 
 /* Returns whether this entry may leave the list: it has ended, its loads are open and no thread
  * works on it. */
-bool sfr__log_is_over_locked(const struct sfr__log_entry *e);
+bool sfr__log_can_leave_list_locked(const struct sfr__log_entry *e);
 /* Returns whether this entry may run before the entries in front of it have ended. `now` is the
  * time of sfr__now_ns. */
 bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now);

@@ -57,7 +57,7 @@ static uint64_t file_system_of(const char *key)
 	return sfr_sys.lstat(AT_FDCWD, parent, &st) < 0 ? 0 : (uint64_t)st.st_dev;
 }
 
-int sfr_log_remove(const char *key, uint64_t *seq_out)
+int sfr_log_append_remove(const char *key, uint64_t *seq_out)
 {
 	static const struct sfr__log_ops ops = { .close_waits = true,
 						 .run = run_remove,

@@ -10,7 +10,7 @@
 
 #include "commit/log.h"
 
-struct sfr_log_work {
+struct sfr_external_work {
 	struct sfr__log_entry entry; /* must be the first member */
 	atomic_uint refs;            /* its maker's and the log's */
 	atomic_bool appended;
@@ -18,12 +18,12 @@ struct sfr_log_work {
 };
 
 /* Returns whether the entry was made by the parent of this process. */
-static bool is_inherited(const struct sfr_log_work *work)
+static bool is_inherited(const struct sfr_external_work *work)
 {
 	return work->fork_generation != sfr_fork_generation();
 }
 
-static void drop_ref(struct sfr_log_work *work)
+static void drop_ref(struct sfr_external_work *work)
 {
 	if (atomic_fetch_sub(&work->refs, 1) > 1)
 		return;
@@ -33,10 +33,11 @@ static void drop_ref(struct sfr_log_work *work)
 
 static void drop_logs_ref(struct sfr__log_entry *entry)
 {
-	drop_ref((struct sfr_log_work *)entry);
+	drop_ref((struct sfr_external_work *)entry);
 }
 
-int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
+int sfr_external_work_new(const char *key, enum sfr_external_work_kind kind,
+			  struct sfr_external_work **out)
 {
 	/* without `run`, because code outside the core does the work */
 	static const struct sfr__log_ops ops[] = {
@@ -49,7 +50,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 					 .release = drop_logs_ref },
 	};
 	static _Atomic uint64_t nr_works;
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	int rc = sfr_fork_init();
 
 	*out = NULL;
@@ -74,7 +75,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 	return 0;
 }
 
-int sfr_log_work_append(struct sfr_log_work *work)
+int sfr_external_work_append(struct sfr_external_work *work)
 {
 	int rc;
 
@@ -92,30 +93,30 @@ int sfr_log_work_append(struct sfr_log_work *work)
 	return 0;
 }
 
-uint64_t sfr_log_work_number(const struct sfr_log_work *work)
+uint64_t sfr_external_work_number(const struct sfr_external_work *work)
 {
 	return work->entry.number;
 }
 
-int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
+int sfr_external_work_take_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 {
 	bool last_save_ok = true;
-	int rc = sfr__log_take_work(slice_ns, number, &last_save_ok);
+	int rc = sfr__log_take_external_work(slice_ns, number, &last_save_ok);
 
 	*after_good = last_save_ok;
 	return rc;
 }
 
-void sfr_log_work_end(struct sfr_log_work *work, int ok)
+void sfr_external_work_mark_ended(struct sfr_external_work *work, int ok)
 {
 	if (!is_inherited(work) && atomic_load(&work->appended))
 		sfr__log_mark_ended(&work->entry, ok != 0);
 }
 
-void sfr_log_work_put(struct sfr_log_work *work)
+void sfr_external_work_put(struct sfr_external_work *work)
 {
 	if (!work || is_inherited(work))
-		return;            /* a forked child leaves its parent's entry as it is */
-	sfr_log_work_end(work, 0); /* a failure, unless the work has ended before */
+		return; /* a forked child leaves its parent's entry as it is */
+	sfr_external_work_mark_ended(work, 0); /* a failure, unless the work has ended before */
 	drop_ref(work);
 }

@@ -193,7 +193,7 @@ static void forget_driver_in_child(void)
 }
 SFR__AT_FORK(forget_driver_in_child)
 
-const struct sfr__cuda_api *sfr__cuda_get(char *why, size_t why_len)
+const struct sfr__cuda_api *sfr__cuda_get_or_init_driver(char *why, size_t why_len)
 {
 	const struct sfr__cuda_api *cu;
 	char text[sizeof(driver.why)] = ""; /* for a notice, which is posted without the lock */
@@ -249,8 +249,8 @@ static CUresult retain_primary_context(const struct sfr__cuda_api *cu, CUcontext
 	return rc;
 }
 
-int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context, char *why,
-		     size_t why_len)
+int sfr__cuda_retain_primary_context(const struct sfr__cuda_api *cu, uint32_t device,
+				     CUcontext *context, char *why, size_t why_len)
 {
 	unsigned int flags = 0;
 	int active = 0;
@@ -259,7 +259,7 @@ int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext 
 
 	*context = NULL;
 	if (rc != CUDA_SUCCESS) {
-		sfr__cuda_explain(cu, device, "cuDeviceGet", rc, why, why_len);
+		sfr__cuda_format_error(cu, device, "cuDeviceGet", rc, why, why_len);
 		return -ENODEV;
 	}
 	rc = cu->primary_state(dev, &flags, &active);
@@ -270,14 +270,14 @@ int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext 
 	if (rc == CUDA_SUCCESS)
 		rc = retain_primary_context(cu, context, dev);
 	if (rc != CUDA_SUCCESS) {
-		sfr__cuda_explain(cu, device, "cuDevicePrimaryCtxRetain", rc, why, why_len);
+		sfr__cuda_format_error(cu, device, "cuDevicePrimaryCtxRetain", rc, why, why_len);
 		*context = NULL;
 		return -EIO;
 	}
 	return 0;
 }
 
-void sfr__cuda_release(const struct sfr__cuda_api *cu, uint32_t device)
+void sfr__cuda_release_primary_context(const struct sfr__cuda_api *cu, uint32_t device)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUdevice dev = 0;
@@ -324,8 +324,9 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope)
 	scope->pushed = false;
 }
 
-int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context,
-		   CUstream *stream, char *why, size_t why_len)
+int sfr__cuda_open_context_and_stream(const struct sfr__cuda_api *cu, uint32_t device,
+				      CUcontext *context, CUstream *stream, char *why,
+				      size_t why_len)
 {
 	const char *call = "cuCtxPushCurrent";
 	struct sfr__cuda_scope scope;
@@ -334,7 +335,7 @@ int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *c
 
 	*context = NULL;
 	*stream = NULL;
-	ret = sfr__cuda_retain(cu, device, context, why, why_len);
+	ret = sfr__cuda_retain_primary_context(cu, device, context, why, why_len);
 	if (ret < 0)
 		return ret;
 	rc = sfr__cuda_enter(&scope, cu, *context);
@@ -342,8 +343,8 @@ int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *c
 	sfr__cuda_leave(&scope);
 	if (rc == CUDA_SUCCESS)
 		return 0;
-	sfr__cuda_explain(cu, device, call, rc, why, why_len);
-	sfr__cuda_release(cu, device);
+	sfr__cuda_format_error(cu, device, call, rc, why, why_len);
+	sfr__cuda_release_primary_context(cu, device);
 	*context = NULL;
 	*stream = NULL;
 	return -EIO;
@@ -351,8 +352,8 @@ int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *c
 
 /* ---- errors --------------------------------------------------------------- */
 
-void sfr__cuda_explain(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
-		       CUresult rc, char *text, size_t len)
+void sfr__cuda_format_error(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
+			    CUresult rc, char *text, size_t len)
 {
 	const char *name = NULL;
 

@@ -76,17 +76,17 @@ struct sfr__cuda_api {
  * process. Returns NULL if no driver is usable, with the reason in `why` unless `why` is NULL.
  * Callable from any thread. A process that does not use CUDA must not call this function, because
  * cuInit makes CUDA unusable in forked children. */
-const struct sfr__cuda_api *sfr__cuda_get(char *why, size_t why_len);
+const struct sfr__cuda_api *sfr__cuda_get_or_init_driver(char *why, size_t why_len);
 /* Describes the driver, or what is missing, in one sentence. Loads the driver but does not
  * initialise it. */
 void sfr__cuda_describe_driver(char *text, size_t len);
 
-/* Retains the primary context of a device, which the caller releases with sfr__cuda_release. Never
- * makes a context: other code, such as torch, must have made the context active. Returns 0, or
- * -ENODEV or -EIO with the reason in `why`. */
-int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context, char *why,
-		     size_t why_len);
-void sfr__cuda_release(const struct sfr__cuda_api *cu, uint32_t device);
+/* Retains the primary context of a device, which the caller releases with
+ * sfr__cuda_release_primary_context. Never makes a context: other code, such as torch, must have
+ * made the context active. Returns 0, or -ENODEV or -EIO with the reason in `why`. */
+int sfr__cuda_retain_primary_context(const struct sfr__cuda_api *cu, uint32_t device,
+				     CUcontext *context, char *why, size_t why_len);
+void sfr__cuda_release_primary_context(const struct sfr__cuda_api *cu, uint32_t device);
 
 /* sfr__cuda_enter makes a context current on the calling thread. It also makes the
  * thread's capture mode relaxed, so that its calls cannot break any thread's graph capture.
@@ -113,12 +113,13 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
 /* Retains a device's context and makes a stream in it. The caller frees both. Returns 0, or -ENODEV
  * or -EIO with the reason in `why`; then *context and *stream are NULL. */
-int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context,
-		   CUstream *stream, char *why, size_t why_len);
+int sfr__cuda_open_context_and_stream(const struct sfr__cuda_api *cu, uint32_t device,
+				      CUcontext *context, CUstream *stream, char *why,
+				      size_t why_len);
 
 /* Writes a text such as "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)". */
-void sfr__cuda_explain(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
-		       CUresult rc, char *text, size_t len);
+void sfr__cuda_format_error(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
+			    CUresult rc, char *text, size_t len);
 /* Returns whether every later call in the context will fail, too. */
 bool sfr__cuda_is_sticky(CUresult rc);
 

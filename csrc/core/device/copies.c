@@ -24,7 +24,7 @@ enum { ROWS_AT_A_TIME = 128 };
 /* Returns whether the driver refused a batch with `rc`: then its copies are queued one by one.
  * Counts the refusal and logs the lane's first. Sets *unsupported if the driver never supports such
  * batches. */
-static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
+static bool detect_batch_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
 
@@ -70,8 +70,8 @@ static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 
 /* Queues all copies with one call. Returns false if the driver has no such call or refuses it: the
  * copies must then be queued one by one. Returns true otherwise, with *err set after a failure. */
-static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
-		       size_t nr, struct sfr_err *err)
+static bool try_queue_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
+			    size_t *len, size_t nr, struct sfr_err *err)
 {
 	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
 						 .flags = SFR__CU_PREFER_OVERLAP };
@@ -89,21 +89,21 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	if (rc == CUDA_SUCCESS)
 		return true;
 	/* Some of the copies may be queued already. Queueing them again is harmless. */
-	if (note_refusal(lane, rc, &lane->no_batches))
+	if (detect_batch_refusal(lane, rc, &lane->no_batches))
 		return false; /* the caller queues them one by one */
 	(void)sfr__cuda_handle_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
 
 /* Queues copies that are all small or all large. `batched`: tries to queue them with one call. */
-static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
-		       size_t nr, bool batched, struct sfr_err *err)
+static void queue_copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
+			     size_t *len, size_t nr, bool batched, struct sfr_err *err)
 {
 	const char *call =
 		lane->direction == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
 	CUresult rc = CUDA_SUCCESS;
 
-	if (nr > 1 && batched && copy_batch(lane, dst, src, len, nr, err))
+	if (nr > 1 && batched && try_queue_batch(lane, dst, src, len, nr, err))
 		return;
 	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
 		void *host;
@@ -187,10 +187,10 @@ void sfr__cuda_queue_batch(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *
 
 	if (batch->nr == 0)
 		return;
-	copy_group(lane, batch->dst, batch->src, batch->len, nr_small, batched, err);
+	queue_copy_group(lane, batch->dst, batch->src, batch->len, nr_small, batched, err);
 	if (!err->code)
-		copy_group(lane, batch->dst + nr_small, batch->src + nr_small,
-			   batch->len + nr_small, batch->nr - nr_small, batched, err);
+		queue_copy_group(lane, batch->dst + nr_small, batch->src + nr_small,
+				 batch->len + nr_small, batch->nr - nr_small, batched, err);
 	batch->nr = 0;
 }
 
@@ -202,8 +202,9 @@ static bool can_batch_rows(const struct sfr__cuda_api *cu, size_t nr)
 }
 
 /* Queues the copies, up to ROWS_AT_A_TIME with one call. After an error some may be queued. */
-static CUresult copy_rows_batch(const struct sfr__cuda_api *cu, CUstream stream,
-				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
+static CUresult queue_rows_in_batches(const struct sfr__cuda_api *cu, CUstream stream,
+				      const struct sfr__cuda_rows *rows, size_t nr,
+				      size_t dst_pitch)
 {
 	struct sfr__cu_copy_3d copies[ROWS_AT_A_TIME];
 	CUresult rc = CUDA_SUCCESS;
@@ -239,7 +240,7 @@ CUresult sfr__cuda_queue_rows(const struct sfr__cuda_api *cu, CUstream stream,
 	CUresult rc = CUDA_SUCCESS;
 
 	if (batched && can_batch_rows(cu, nr))
-		return copy_rows_batch(cu, stream, rows, nr, dst_pitch);
+		return queue_rows_in_batches(cu, stream, rows, nr, dst_pitch);
 	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
 		const CUDA_MEMCPY2D copy = { .srcMemoryType = CU_MEMORYTYPE_DEVICE,
 					     .srcDevice = rows[i].src,
@@ -262,7 +263,7 @@ void sfr__cuda_lane_queue_rows(struct sfr__cuda_lane *lane, const struct sfr__cu
 		pinned && can_batch_rows(lane->cu, nr) && can_batch(lane, &lane->no_row_batches);
 	CUresult rc = sfr__cuda_queue_rows(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
 
-	if (batched && note_refusal(lane, rc, &lane->no_row_batches)) {
+	if (batched && detect_batch_refusal(lane, rc, &lane->no_row_batches)) {
 		batched = false;
 		rc = sfr__cuda_queue_rows(lane->cu, lane->stream, rows, nr, dst_pitch, false);
 	}

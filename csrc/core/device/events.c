@@ -14,7 +14,8 @@ void sfr__cuda_mark_dead(struct sfr__cuda_lane *lane, const char *call, CUresult
 	sfr__lock(&lane->mu);
 	first = !lane->dead;
 	if (first) {
-		sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
+		sfr__cuda_format_error(lane->cu, lane->device, call, rc, lane->why,
+				       sizeof(lane->why));
 		lane->dead = true;
 	}
 	sfr__unlock(&lane->mu);
@@ -35,7 +36,7 @@ bool sfr__cuda_fail_if_dead(struct sfr__cuda_lane *lane, struct sfr_err *err)
 	if (!sfr__cuda_is_dead(lane))
 		return false;
 	(void)snprintf(why, sizeof(why), "this device is dead since %.130s", lane->why);
-	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, why);
+	sfr__err_set_if_unset(err, -EIO, SFR_PHASE_STAGE, why);
 	return true;
 }
 
@@ -83,8 +84,8 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 	sfr__unlock(&lane->mu);
 }
 
-bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			   uint32_t *nr_failed)
+bool sfr__cuda_handle_query_result(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+				   uint32_t *nr_failed)
 {
 	if (rc == CUDA_SUCCESS)
 		return true;
@@ -104,9 +105,9 @@ bool sfr__cuda_handle_failure(struct sfr__cuda_lane *lane, const char *call, CUr
 	if (sfr__cuda_is_sticky(rc))
 		sfr__cuda_mark_dead(lane, call, rc);
 	dead = sfr__cuda_is_dead(lane);
-	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
+	sfr__cuda_format_error(lane->cu, lane->device, call, rc, text, sizeof(text));
 	/* On a dead device the earlier error says more. */
-	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
+	sfr__err_set_if_unset(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
 	return dead;
 }
 

@@ -36,7 +36,7 @@
 uint64_t sfr__cuda_portion_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
 
-void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight)
+void sfr__cuda_set_portion_limits(uint64_t portion_bytes, uint64_t nr_in_flight)
 {
 	if (portion_bytes)
 		sfr__cuda_portion_bytes = portion_bytes;
@@ -46,7 +46,7 @@ void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight)
 
 /* ---- the turn to queue ------------------------------------------------------- */
 
-void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane)
+void sfr__cuda_acquire_turn(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
 	while (lane->turn_taken)
@@ -55,7 +55,7 @@ void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane)
 	sfr__unlock(&lane->mu);
 }
 
-void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
+void sfr__cuda_release_turn(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
 	lane->turn_taken = false;
@@ -65,8 +65,8 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 
 /* ---- portions ---------------------------------------------------------------- */
 
-void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-			    struct sfr_err *err)
+void sfr__cuda_portion_add_in_flight(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+				     struct sfr_err *err)
 {
 	portion->event = sfr__cuda_record_event(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
@@ -85,10 +85,11 @@ static bool has_portion_ended(struct sfr__cuda_lane *lane, struct sfr__cuda_port
 	if (sfr__cuda_is_dead(lane))
 		return true;
 	if (portion->event)
-		return sfr__cuda_check_query(lane, "cuEventQuery", cu->event_query(portion->event),
+		return sfr__cuda_handle_query_result(lane, "cuEventQuery",
+						     cu->event_query(portion->event),
+						     &portion->nr_failed_queries);
+	return sfr__cuda_handle_query_result(lane, "cuStreamQuery", cu->stream_query(lane->stream),
 					     &portion->nr_failed_queries);
-	return sfr__cuda_check_query(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				     &portion->nr_failed_queries);
 }
 
 /* Removes and returns the oldest portion if it has ended, else returns NULL. Sets *copied to
@@ -122,7 +123,7 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	}
 }
 
-void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq)
+void sfr__cuda_wait_while_throttled(struct sfr__cuda_lane *lane, uint64_t seq)
 {
 	bool must_wait = true;
 
@@ -143,7 +144,7 @@ bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq)
 	return sfr__under(&lane->mu, seq <= lane->rush_seq);
 }
 
-void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq)
+void sfr__cuda_rush_saves_up_to(struct sfr__cuda_lane *lane, uint64_t seq)
 {
 	sfr__lock(&lane->mu);
 	if (lane->rush_seq < seq)

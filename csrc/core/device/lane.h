@@ -5,7 +5,7 @@
  *
  * Locks are taken in the order engine->mu, lanes->mu, lane->mu. None of them is held while work is
  * queued, because a call that queues work blocks when the stream is full. Instead the thread that
- * queues has the lane's *turn* (sfr__cuda_turn_begin). */
+ * queues has the lane's *turn* (sfr__cuda_acquire_turn). */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
@@ -23,7 +23,7 @@ enum {
 /* Bytes of a portion while no step waits for the copies. */
 extern uint64_t sfr__cuda_portion_bytes;
 /* For tests: sets the bytes of a portion and how many may be in flight. 0: unchanged. */
-void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight);
+void sfr__cuda_set_portion_limits(uint64_t portion_bytes, uint64_t nr_in_flight);
 
 struct sfr__transfer;
 
@@ -45,8 +45,8 @@ struct sfr__cuda_portion {
 	uint32_t nr_failed_queries; /* in a row */
 };
 
-/* A store: memory for samples (store.c). */
-struct sfr__cuda_store {
+/* Host memory for samples (store.c). */
+struct sfr__cuda_host_buffer {
 	void *mem; /* NULL: none */
 	size_t len;
 	bool pinned;
@@ -88,7 +88,7 @@ struct sfr__cuda_lane {
 	struct sfr__cuda_portion *free_portions;
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
-	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT];
+	struct sfr__cuda_host_buffer stores[SFR__CUDA_STORES_KEPT];
 
 	bool no_batches;     /* the driver does not support cuMemcpyBatchAsync */
 	bool no_row_batches; /* the driver does not support cuMemcpy3DBatchAsync */
@@ -130,8 +130,8 @@ bool sfr__cuda_handle_failure(struct sfr__cuda_lane *lane, const char *call, CUr
 /* Handles the result `rc` of a query. `call` is the query's name. *nr_failed counts the failed
  * queries in a row. Marks the device dead after a sticky error, or after SFR__CUDA_FAILED_QUERIES
  * failures. Returns whether the wait is over: the work is done, or the device is dead. */
-bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			   uint32_t *nr_failed);
+bool sfr__cuda_handle_query_result(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+				   uint32_t *nr_failed);
 /* Marks the device dead after `call` has failed with `rc`. Logs that once. */
 void sfr__cuda_mark_dead(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
@@ -148,20 +148,20 @@ void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion
 void *sfr__cuda_lane_main(void *lane);
 /* Begin and end the lane's turn. The first waits until no other thread has the turn. Only the
  * thread that has the turn queues work on the lane's stream. It holds no lock meanwhile. */
-void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
-void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
+void sfr__cuda_acquire_turn(struct sfr__cuda_lane *lane);
+void sfr__cuda_release_turn(struct sfr__cuda_lane *lane);
 /* Records an event after the queued copies and puts the portion in flight. If the event fails, sets
  * *err and still puts the portion in flight, because the copies may run. Only in a turn. */
-void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-			    struct sfr_err *err);
+void sfr__cuda_portion_add_in_flight(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+				     struct sfr_err *err);
 /* Called on the lane's thread. Removes the portions whose copies have completed, and calls
  * `done`. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
 /* Called on the lane's thread. Waits until few portions are in flight, or the gate waits for the
  * save `seq`. */
-void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
+void sfr__cuda_wait_while_throttled(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Records that the gate waits for the saves up to this sequence number. */
-void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
+void sfr__cuda_rush_saves_up_to(struct sfr__cuda_lane *lane, uint64_t seq);
 bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Gives the lane's thread a task, which may block. */
 void sfr__cuda_push_task(struct sfr__cuda_lane *lane, struct sfr__task *task);
@@ -199,12 +199,15 @@ void sfr__cuda_describe_refusals(struct sfr__cuda_lane *lane, char *text, size_t
 
 /* ---- store.c ---- */
 /* Gets a store of at least `len` bytes, reused or new. Returns 0 or -errno. */
-int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
+int sfr__cuda_host_buffer_get(struct sfr__cuda_lane *lane, size_t len,
+			      struct sfr__cuda_host_buffer *store);
 /* Gives a store back to the lane. Accepts an empty store. */
-void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
-void sfr__cuda_store_free(const struct sfr__cuda_api *cu, struct sfr__cuda_store *store);
+void sfr__cuda_host_buffer_put(struct sfr__cuda_lane *lane, struct sfr__cuda_host_buffer *store);
+void sfr__cuda_host_buffer_free(const struct sfr__cuda_api *cu,
+				struct sfr__cuda_host_buffer *store);
 /* Makes a store in the current context. Returns 0 or -errno. */
-int sfr__cuda_store_new(const struct sfr__cuda_api *cu, size_t len, struct sfr__cuda_store *store);
+int sfr__cuda_host_buffer_new(const struct sfr__cuda_api *cu, size_t len,
+			      struct sfr__cuda_host_buffer *store);
 
 /* ---- timer.c; called with the lane's context current ---- */
 /* Record the first and the second point on the stream. If that fails, nothing is measured. */
@@ -215,6 +218,6 @@ void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *ti
 /* Reads the time into timer->ns and frees the events. Returns false if the work has not ended. */
 bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 /* Frees the events and keeps timer->ns. */
-void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
+void sfr__cuda_timer_free_events(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 
 #endif

@@ -20,11 +20,11 @@ static void free_device_resources(struct sfr__cuda_lane *lane)
 		if (lane->stream)
 			(void)lane->cu->stream_free(lane->stream);
 		for (size_t i = 0; i < SFR__CUDA_STORES_KEPT; i++)
-			sfr__cuda_store_free(lane->cu, &lane->stores[i]);
+			sfr__cuda_host_buffer_free(lane->cu, &lane->stores[i]);
 		sfr__cuda_leave(&scope);
 	}
 	lane->stream = NULL;
-	sfr__cuda_release(lane->cu, lane->device);
+	sfr__cuda_release_primary_context(lane->cu, lane->device);
 	lane->context = NULL;
 }
 
@@ -47,8 +47,8 @@ static void free_lane(struct sfr__cuda_lane *lane)
 static int start_lane(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
 	char name[16];
-	int ret =
-		sfr__cuda_open(lane->cu, lane->device, &lane->context, &lane->stream, why, why_len);
+	int ret = sfr__cuda_open_context_and_stream(lane->cu, lane->device, &lane->context,
+						    &lane->stream, why, why_len);
 
 	if (ret < 0)
 		return ret;
@@ -85,7 +85,7 @@ static int make_lane(uint32_t device, enum sfr__cuda_direction direction,
 		sfr_sys.free(lane);
 		return rc;
 	}
-	lane->cu = sfr__cuda_get(why, why_len);
+	lane->cu = sfr__cuda_get_or_init_driver(why, why_len);
 	rc = lane->cu ? start_lane(lane, why, why_len) : -ENODEV;
 	if (rc < 0) {
 		free_device_resources(lane);

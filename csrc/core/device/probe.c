@@ -45,12 +45,13 @@ struct prober {
 struct sfr_probe {
 	struct sfr_probe *next; /* the next in the list of tombstones */
 	struct prober *prober;
-	CUevent ready;                /* on the caller's stream, before the copies */
-	CUevent done;                 /* on the prober's stream, after the copies */
-	struct sfr__cuda_store store; /* the lines of the first round, then those of the second */
-	struct sfr__cuda_rows *rows;  /* the copies to queue */
-	uint32_t capacity, nr;        /* storages that the memory is for; storages of this round */
-	bool in_flight;               /* copies were queued and may not have completed */
+	CUevent ready; /* on the caller's stream, before the copies */
+	CUevent done;  /* on the prober's stream, after the copies */
+	struct sfr__cuda_host_buffer
+		store;               /* the lines of the first round, then those of the second */
+	struct sfr__cuda_rows *rows; /* the copies to queue */
+	uint32_t capacity, nr;       /* storages that the memory is for; storages of this round */
+	bool in_flight;              /* copies were queued and may not have completed */
 };
 
 static struct {
@@ -66,7 +67,7 @@ static bool is_closed(struct prober *prober)
 }
 
 /* Closes the prober for good, because `call` has failed with `rc`. Logs its first error. */
-static void close_prober(struct prober *prober, const char *call, CUresult rc)
+static void mark_prober_closed(struct prober *prober, const char *call, CUresult rc)
 {
 	char text[160];
 	bool first;
@@ -75,7 +76,7 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 	first = !prober->closed;
 	prober->closed = true;
 	sfr__unlock(&probers.mu);
-	sfr__cuda_explain(prober->cu, prober->device, call, rc, text, sizeof(text));
+	sfr__cuda_format_error(prober->cu, prober->device, call, rc, text, sizeof(text));
 	/* at the process's end the driver is deinitialised: no news for the user */
 	if (first && (int)rc != CUDA_ERROR_DEINITIALIZED)
 		sfr__notice_post_text(
@@ -89,11 +90,11 @@ static int open_prober(struct prober *prober)
 {
 	char why[160]; /* not reported: the caller can do without a prober */
 
-	prober->cu = sfr__cuda_get(NULL, 0);
+	prober->cu = sfr__cuda_get_or_init_driver(NULL, 0);
 	if (!prober->cu)
 		return -ENODEV;
-	return sfr__cuda_open(prober->cu, prober->device, &prober->context, &prober->stream, why,
-			      sizeof(why));
+	return sfr__cuda_open_context_and_stream(prober->cu, prober->device, &prober->context,
+						 &prober->stream, why, sizeof(why));
 }
 
 /* Returns the device's prober, or NULL. Probers made before a fork do not count. */
@@ -106,7 +107,7 @@ static struct prober *find_prober_locked(uint32_t device)
 }
 
 /* Gets or makes the device's prober. Returns 0 or -errno. */
-static int get_prober(uint32_t device, struct prober **out)
+static int get_or_make_prober(uint32_t device, struct prober **out)
 {
 	struct prober *new_prober;
 	int rc;
@@ -136,7 +137,7 @@ static int get_prober(uint32_t device, struct prober **out)
 	sfr__unlock(&probers.mu);
 	if (new_prober) { /* another thread was first; the stream of `new_prober` has no work */
 		(void)new_prober->cu->stream_free(new_prober->stream);
-		sfr__cuda_release(new_prober->cu, device);
+		sfr__cuda_release_primary_context(new_prober->cu, device);
 		sfr_sys.free(new_prober);
 	}
 	return 0;
@@ -174,20 +175,20 @@ static void destroy_probe(struct sfr_probe *probe)
 		(void)cu->event_free(probe->ready);
 	if (probe->done)
 		(void)cu->event_free(probe->done);
-	sfr__cuda_store_free(cu, &probe->store);
+	sfr__cuda_host_buffer_free(cu, &probe->store);
 	sfr_sys.free(probe->rows);
 	sfr_sys.free(probe);
 }
 
 /* Returns whether the probe's copies have completed. Closes the prober after an error. */
-static bool probe_has_completed(struct sfr_probe *probe)
+static bool poll_probe_completion(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
 
 	if (rc == CUDA_SUCCESS)
 		probe->in_flight = false;
 	else if (rc != CUDA_ERROR_NOT_READY)
-		close_prober(probe->prober, "cuEventQuery", rc);
+		mark_prober_closed(probe->prober, "cuEventQuery", rc);
 	return rc == CUDA_SUCCESS;
 }
 
@@ -201,7 +202,7 @@ static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 }
 
 /* Frees the tombstones whose copies have completed. */
-static void free_tombstones(struct prober *prober)
+static void free_completed_tombstones(struct prober *prober)
 {
 	struct sfr_probe *probe, *next;
 
@@ -211,7 +212,7 @@ static void free_tombstones(struct prober *prober)
 	sfr__unlock(&probers.mu);
 	for (; probe; probe = next) {
 		next = probe->next;
-		if (probe_has_completed(probe))
+		if (poll_probe_completion(probe))
 			destroy_probe(probe);
 		else
 			add_tombstone(prober, probe);
@@ -226,7 +227,7 @@ int sfr_probe_new(uint32_t device, struct sfr_probe **out)
 	*out = NULL;
 	if (!probe)
 		return -ENOMEM;
-	rc = get_prober(device, &probe->prober);
+	rc = get_or_make_prober(device, &probe->prober);
 	if (rc < 0)
 		sfr_sys.free(probe);
 	else
@@ -248,7 +249,7 @@ void sfr_probe_free(struct sfr_probe *probe)
 	if (!try_acquire_prober(prober))
 		return;
 	if (sfr__cuda_enter(&scope, prober->cu, prober->context) == CUDA_SUCCESS) {
-		free_tombstones(prober);
+		free_completed_tombstones(prober);
 		sfr__cuda_leave(&scope);
 	}
 	release_prober(prober);
@@ -267,12 +268,13 @@ static CUresult ensure_probe_capacity(struct sfr_probe *probe, uint32_t nr)
 		rc = cu->event_new(&probe->done, CU_EVENT_DISABLE_TIMING);
 	if (rc != CUDA_SUCCESS || nr <= probe->capacity)
 		return rc; /* a failure, or there is enough memory already */
-	sfr__cuda_store_free(cu, &probe->store);
+	sfr__cuda_host_buffer_free(cu, &probe->store);
 	sfr_sys.free(probe->rows);
 	probe->capacity = 0;
 	probe->rows = sfr_sys.malloc(nr * sizeof(*probe->rows));
-	if (!probe->rows || sfr__cuda_store_new(cu, NR_ROUNDS * (size_t)nr * NR_LINES * LINE_LEN,
-						&probe->store) < 0)
+	if (!probe->rows ||
+	    sfr__cuda_host_buffer_new(cu, NR_ROUNDS * (size_t)nr * NR_LINES * LINE_LEN,
+				      &probe->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	/* Queueing a copy to pageable memory would wait for the device. */
 	if (!probe->store.pinned)
@@ -339,7 +341,7 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 	return rc;
 }
 
-/* Queues the first or second round of copies. Returns what sfr_probe_copy returns. */
+/* Queues the first or second round of copies. Returns what sfr_probe_queue_copies returns. */
 static int queue_probe_round(struct sfr_probe *probe, CUstream stream,
 			     const struct sfr_probe_range *ranges, uint32_t nr, bool second_round)
 {
@@ -349,10 +351,10 @@ static int queue_probe_round(struct sfr_probe *probe, CUstream stream,
 
 	if (sfr__cuda_is_capturing(prober->cu, stream))
 		return SFR_ECAPTURING;
-	free_tombstones(prober);
+	free_completed_tombstones(prober);
 	/* the second round uses the memory and the events of the first */
 	if (!second_round) {
-		if (!probe_has_completed(probe)) /* the memory is still being written */
+		if (!poll_probe_completion(probe)) /* the memory is still being written */
 			return SFR_EBUSY;
 		rc = ensure_probe_capacity(probe, nr);
 	}
@@ -364,12 +366,12 @@ static int queue_probe_round(struct sfr_probe *probe, CUstream stream,
 	}
 	if (rc == CUDA_SUCCESS)
 		return 0;
-	close_prober(prober, "a probe of the device", rc);
+	mark_prober_closed(prober, "a probe of the device", rc);
 	return -EIO;
 }
 
-int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *ranges,
-		   uint32_t nr, int again)
+int sfr_probe_queue_copies(struct sfr_probe *probe, uint64_t stream,
+			   const struct sfr_probe_range *ranges, uint32_t nr, int again)
 {
 	struct prober *prober = probe->prober;
 	struct sfr__cuda_scope scope;
@@ -387,14 +389,14 @@ int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_pr
 		ret = queue_probe_round(probe, (CUstream)(uintptr_t)stream, ranges, nr, again != 0);
 		sfr__cuda_leave(&scope);
 	} else {
-		close_prober(prober, "cuCtxPushCurrent", rc);
+		mark_prober_closed(prober, "cuCtxPushCurrent", rc);
 		ret = -EIO;
 	}
 	release_prober(prober);
 	return ret;
 }
 
-int sfr_probe_done(struct sfr_probe *probe)
+int sfr_probe_is_done(struct sfr_probe *probe)
 {
 	struct sfr__cuda_scope scope;
 	bool done;
@@ -404,12 +406,12 @@ int sfr_probe_done(struct sfr_probe *probe)
 	if (is_closed(probe->prober) ||
 	    sfr__cuda_enter(&scope, probe->prober->cu, probe->prober->context) != CUDA_SUCCESS)
 		return -EIO;
-	done = probe_has_completed(probe);
+	done = poll_probe_completion(probe);
 	sfr__cuda_leave(&scope);
 	return is_closed(probe->prober) ? -EIO : done;
 }
 
-int sfr_probe_same(const struct sfr_probe *probe, uint32_t i)
+int sfr_probe_is_unchanged(const struct sfr_probe *probe, uint32_t i)
 {
 	const char *first = lines_of(probe, i, false);
 	const char *second = lines_of(probe, i, true);

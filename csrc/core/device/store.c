@@ -9,9 +9,10 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-int sfr__cuda_store_new(const struct sfr__cuda_api *cu, size_t len, struct sfr__cuda_store *store)
+int sfr__cuda_host_buffer_new(const struct sfr__cuda_api *cu, size_t len,
+			      struct sfr__cuda_host_buffer *store)
 {
-	*store = (struct sfr__cuda_store){ .len = (size_t)sfr__round_up(len, SFR_PAGE) };
+	*store = (struct sfr__cuda_host_buffer){ .len = (size_t)sfr__round_up(len, SFR_PAGE) };
 	store->pinned =
 		cu->host_alloc(&store->mem, store->len, CU_MEMHOSTALLOC_PORTABLE) == CUDA_SUCCESS;
 	if (store->pinned)
@@ -24,16 +25,16 @@ int sfr__cuda_store_new(const struct sfr__cuda_api *cu, size_t len, struct sfr__
 	return -errno;
 }
 
-void sfr__cuda_store_free(const struct sfr__cuda_api *cu, struct sfr__cuda_store *store)
+void sfr__cuda_host_buffer_free(const struct sfr__cuda_api *cu, struct sfr__cuda_host_buffer *store)
 {
 	if (store->mem && store->pinned)
 		(void)cu->host_free(store->mem); /* at worst the memory is leaked */
 	else if (store->mem)
 		(void)sfr_sys.munmap(store->mem, store->len);
-	*store = (struct sfr__cuda_store){ 0 };
+	*store = (struct sfr__cuda_host_buffer){ 0 };
 }
 
-void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store)
+void sfr__cuda_host_buffer_put(struct sfr__cuda_lane *lane, struct sfr__cuda_host_buffer *store)
 {
 	struct sfr__cuda_scope scope;
 	bool dead;
@@ -45,7 +46,7 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !dead; i++) {
 		if (!lane->stores[i].mem) { /* an empty place */
 			lane->stores[i] = *store;
-			*store = (struct sfr__cuda_store){ 0 };
+			*store = (struct sfr__cuda_host_buffer){ 0 };
 			break;
 		}
 	}
@@ -55,21 +56,22 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 		return;
 	/* If the context cannot be entered, host_free fails as well, and the memory is lost. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-	sfr__cuda_store_free(lane->cu, store);
+	sfr__cuda_host_buffer_free(lane->cu, store);
 	sfr__cuda_leave(&scope);
 }
 
-int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store)
+int sfr__cuda_host_buffer_get(struct sfr__cuda_lane *lane, size_t len,
+			      struct sfr__cuda_host_buffer *store)
 {
-	*store = (struct sfr__cuda_store){ 0 };
+	*store = (struct sfr__cuda_host_buffer){ 0 };
 	sfr__lock(&lane->mu);
 	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT; i++) {
 		if (lane->stores[i].mem && lane->stores[i].len >= len) {
 			*store = lane->stores[i];
-			lane->stores[i] = (struct sfr__cuda_store){ 0 };
+			lane->stores[i] = (struct sfr__cuda_host_buffer){ 0 };
 			break;
 		}
 	}
 	sfr__unlock(&lane->mu);
-	return store->mem ? 0 : sfr__cuda_store_new(lane->cu, len, store);
+	return store->mem ? 0 : sfr__cuda_host_buffer_new(lane->cu, len, store);
 }

@@ -28,7 +28,7 @@ void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *ti
 		record_timed_event(lane, stream, &timer->end);
 }
 
-void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)
+void sfr__cuda_timer_free_events(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)
 {
 	if (timer->begin)
 		(void)lane->cu->event_free(timer->begin); /* fails if a dead context has freed it */
@@ -51,6 +51,6 @@ bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *t
 		if (rc == CUDA_SUCCESS && ms > 0)
 			timer->ns = (uint64_t)((double)ms * 1e6);
 	}
-	sfr__cuda_timer_drop(lane, timer);
+	sfr__cuda_timer_free_events(lane, timer);
 	return true;
 }

@@ -111,7 +111,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	if (rc < 0)
 		goto fail;
 	engine->cap_is_default = opts->pool_bytes == 0;
-	engine->pool_bytes = engine->cap_is_default ? sfr__budget_take(opts) : opts->pool_bytes;
+	engine->pool_bytes =
+		engine->cap_is_default ? sfr__budget_take_default_cap(opts) : opts->pool_bytes;
 	rc = make_pool(engine);
 	if (rc < 0)
 		goto fail;
@@ -159,7 +160,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 static bool must_close_wait_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_calls > 0 || engine->nr_copying_snapshots > 0 ||
-	       engine->nr_in_flight > sfr__engine_nr_unlaunched_locked(engine, false);
+	       engine->nr_in_flight > sfr__engine_count_own_unlaunched_locked(engine, false);
 }
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
@@ -178,7 +179,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	if (!must_close_wait_locked(engine))
 		rc = 0; /* even if the last save has ended just at the deadline */
 	if (rc == 0 && engine->close_seq == 0)
-		engine->close_seq = sfr__log_close_seq();
+		engine->close_seq = sfr__log_seq_awaited_by_close();
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		return rc;
@@ -291,7 +292,7 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 	return rc;
 }
 
-int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
+int sfr_engine_describe_driver(struct sfr_engine *engine, char *text, size_t len)
 {
 	if (is_inherited(engine))
 		return SFR_EFORK;
@@ -324,9 +325,9 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		return -ENOMEM;
 	sfr__lock(&engine->mu);
 	/* false: the save counts against max_in_flight */
-	rc = sfr__engine_admit_locked(engine, false, flags, deadline_ns, &over_limit);
+	rc = sfr__engine_wait_for_slot_locked(engine, false, flags, deadline_ns, &over_limit);
 	if (rc == 0)
-		sfr__engine_enter_locked(engine, &slot->flight);
+		sfr__engine_add_save_locked(engine, &slot->flight);
 	sfr__unlock(&engine->mu);
 	if (rc < 0) {
 		sfr_sys.free(slot);
@@ -338,7 +339,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 	return 0;
 }
 
-void sfr_slot_launched(struct sfr_slot *slot)
+void sfr_slot_mark_launched(struct sfr_slot *slot)
 {
 	if (is_inherited(slot->engine))
 		return;
@@ -355,13 +356,13 @@ void sfr_slot_give_back(struct sfr_slot *slot)
 		return;
 	sfr__lock(&engine->mu);
 	if (!slot->over)
-		sfr__engine_leave_locked(engine, &slot->flight);
+		sfr__engine_remove_save_locked(engine, &slot->flight);
 	slot->over = true;
 	pthread_cond_broadcast(&engine->cv_state); /* close or a save may wait for this */
 	sfr__unlock(&engine->mu);
 }
 
-bool sfr_slot_is_over(struct sfr_slot *slot)
+bool sfr_slot_is_given_back(struct sfr_slot *slot)
 {
 	bool over;
 
@@ -373,7 +374,7 @@ bool sfr_slot_is_over(struct sfr_slot *slot)
 	return over;
 }
 
-void sfr_slot_put(struct sfr_slot *slot)
+void sfr_slot_free(struct sfr_slot *slot)
 {
 	if (!slot)
 		return;

@@ -103,7 +103,7 @@ void sfr__workers_stop(struct sfr_engine *engine);
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
 /* Insert work into the list, after other work of its rank, and remove it. */
 void sfr__shared_work_push_locked(struct sfr_engine *engine, struct sfr__shared_work *work);
-void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work);
+void sfr__shared_work_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work);
 /* Wakes the threads that may do shared work, because a step may have become possible. */
 void sfr__shared_work_wake_locked(struct sfr_engine *engine);
 
@@ -120,14 +120,15 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine);
  *   SFR_EAGAIN    no slot was free until the deadline
  *   SFR_EBUSY     no slot is free, and `flags` has SFR_SAVE_NO_WAIT
  *   SFR_ECLOSED */
-int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
-			     uint64_t deadline_ns, bool *over_limit);
+int sfr__engine_wait_for_slot_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
+				     uint64_t deadline_ns, bool *over_limit);
 /* Give a save of the calling thread a slot, and take the slot back. */
-void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
-void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
+void sfr__engine_add_save_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
+void sfr__engine_remove_save_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
 /* Returns how many saves in flight the calling thread has not launched yet. It must not wait for
  * their end, because it would wait for itself. `only_pool_users`: counts only saves that lease
  * blocks. */
-uint32_t sfr__engine_nr_unlaunched_locked(const struct sfr_engine *engine, bool only_pool_users);
+uint32_t sfr__engine_count_own_unlaunched_locked(const struct sfr_engine *engine,
+						 bool only_pool_users);
 
 #endif

@@ -17,7 +17,7 @@
 #include "engine/engine.h"
 #include "sfr/save.h"
 
-void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
+void sfr__engine_add_save_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
 {
 	engine->nr_in_flight++;
 	if (flight->unordered)
@@ -32,7 +32,7 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__save_in_fli
 	engine->flights = flight;
 }
 
-void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
+void sfr__engine_remove_save_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
 {
 	engine->nr_in_flight--;
 	if (flight->unordered)
@@ -45,7 +45,8 @@ void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__save_in_fli
 		flight->next->prev = flight->prev;
 }
 
-uint32_t sfr__engine_nr_unlaunched_locked(const struct sfr_engine *engine, bool only_pool_users)
+uint32_t sfr__engine_count_own_unlaunched_locked(const struct sfr_engine *engine,
+						 bool only_pool_users)
 {
 	uint32_t nr = 0;
 
@@ -66,8 +67,8 @@ static bool is_slot_free_locked(const struct sfr_engine *engine, bool unordered)
 	return engine->nr_in_flight - engine->nr_unordered < engine->opts.max_in_flight;
 }
 
-int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
-			     uint64_t deadline_ns, bool *over_limit)
+int sfr__engine_wait_for_slot_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
+				     uint64_t deadline_ns, bool *over_limit)
 {
 	bool would_deadlock;
 	int rc = 0;
@@ -80,7 +81,8 @@ int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t
 			return 0;
 		/* This thread has a slot of its own, which stays taken while the thread waits. So
 		 * it would perhaps wait forever. */
-		would_deadlock = !unordered && sfr__engine_nr_unlaunched_locked(engine, false) > 0;
+		would_deadlock =
+			!unordered && sfr__engine_count_own_unlaunched_locked(engine, false) > 0;
 		*over_limit = would_deadlock || (flags & SFR_SAVE_NESTED) != 0;
 		if (*over_limit)
 			return 0; /* admits the save beyond max_in_flight */

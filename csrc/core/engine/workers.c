@@ -54,7 +54,7 @@ void sfr__shared_work_push_locked(struct sfr_engine *engine, struct sfr__shared_
 	sfr__shared_work_wake_locked(engine);
 }
 
-void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work)
+void sfr__shared_work_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work)
 {
 	struct sfr__shared_work **at = &engine->shared;
 

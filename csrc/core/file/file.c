@@ -58,7 +58,7 @@ static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 /* Sets *err, unless it has an error already. Returns `code`. */
 static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
-	sfr__err_set(err, code, phase, note);
+	sfr__err_set_if_unset(err, code, phase, note);
 	return code;
 }
 
@@ -84,13 +84,13 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* Called before and after each call to the file system that may hang, so that other threads see it
  * (sfr__file_unanswered_since). */
-static void begin_call(struct sfr__file *f)
+static void note_fs_call_begun(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->progress_ns, sfr__now_ns(), memory_order_relaxed);
 	atomic_fetch_add(&f->nr_unanswered, 1);
 }
 
-static void end_call(struct sfr__file *f)
+static void note_fs_call_ended(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->progress_ns, sfr__now_ns(), memory_order_relaxed);
 	atomic_fetch_sub(&f->nr_unanswered, 1);
@@ -217,9 +217,9 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_NAMED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
-	begin_call(f);
+	note_fs_call_begun(f);
 	rc = run_open_steps(f, err);
-	end_call(f);
+	note_fs_call_ended(f);
 	f->state = rc == 0 ? SFR__FILE_OPEN : SFR__FILE_BROKEN;
 	return rc;
 }
@@ -247,10 +247,10 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 		ssize_t put;
 		int code;
 
-		begin_call(f);
+		note_fs_call_begun(f);
 		put = sfr_sys.pwrite(f->fd, bytes, chunk_len, (off_t)off);
 		code = put < 0 ? -errno : -EIO; /* -EIO: used if the kernel reports no error */
-		end_call(f);
+		note_fs_call_ended(f);
 		if (put == 0 || (put < 0 && code != -EINTR)) /* it wrote nothing, or failed */
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
 		if (put < 0)
@@ -289,17 +289,17 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
-	begin_call(f);
+	note_fs_call_begun(f);
 	rc = cut_to_length(f);
-	end_call(f);
+	note_fs_call_ended(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN;
 		return fail(err, rc, SFR_PHASE_WRITE, "cutting the last page");
 	}
 	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
-	begin_call(f);
+	note_fs_call_begun(f);
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
-	end_call(f);
+	note_fs_call_ended(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN; /* final: see the head of this file */
 		return fail(err, rc, SFR_PHASE_SYNC, NULL);
@@ -325,7 +325,7 @@ static int check_destination(const struct sfr__file *f)
 /* Returns 0, or -ESTALE if the path leads to another directory than at the open: then the opened
  * directory, with the new file in it, is probably being removed. Inode numbers tell the two
  * directories apart, because both are on one file system. */
-static int check_directory(const struct sfr__file *f)
+static int check_directory_not_replaced(const struct sfr__file *f)
 {
 	struct stat opened, at_path;
 
@@ -357,7 +357,7 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 	if (f->state != SFR__FILE_SYNCED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_RENAME, NULL);
 	f->state = SFR__FILE_BROKEN; /* until the rename has succeeded */
-	rc = check_directory(f);
+	rc = check_directory_not_replaced(f);
 	if (rc == 0)
 		rc = check_destination(f);
 	if (rc == 0)
@@ -391,7 +391,7 @@ void sfr__file_fini(struct sfr__file *f)
 	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
 	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
-	begin_call(f);
+	note_fs_call_begun(f);
 	if (ours && f->tmp.serial && !f->renamed)
 		/* if this fails, the next save removes it */
 		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name);
@@ -401,7 +401,7 @@ void sfr__file_fini(struct sfr__file *f)
 		(void)sfr__fd_close(f->fd); /* synced or discarded: nothing can be lost */
 	if (ours && f->dir_fd >= 0)
 		(void)sfr__fd_close(f->dir_fd); /* fsync has already reported any error */
-	end_call(f);
+	note_fs_call_ended(f);
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);
 	f->name = f->dir = NULL;

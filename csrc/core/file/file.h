@@ -108,6 +108,6 @@ void sfr__file_fini(struct sfr__file *f);
  * first error, which is also in `err`. */
 int sfr__file_remove_tree(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
 /* Does the same, but removes live temporaries too: for a directory that no other save uses. */
-int sfr__file_remove_all(const char *path, struct sfr_err *err);
+int sfr__file_remove_tree_and_live_tmps(const char *path, struct sfr_err *err);
 
 #endif

@@ -28,7 +28,8 @@
  *
  * Between 4a and 4b a reader finds no directory. If 4b fails, 4a is undone. If the process dies in
  * between, the next save into the parent puts the old directory back, and so does a load that does
- * not find it (sfr_tidy). After a power failure in between, a notice gives its hidden name. */
+ * not find it (sfr_clean_up_after_dead_writers). After a power failure in between, a notice gives
+ * its hidden name. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -56,7 +57,7 @@ struct sfr_folder {
 	uint64_t fork_generation;
 	struct sfr__tmp tmp;                        /* the lock file */
 	char temporary_name[SFR__TMP_NAME_LEN + 2]; /* the temporary directory: tmp.name + ".d" */
-	char *temporary_path;                       /* NULL before sfr_folder_open */
+	char *temporary_path;                       /* NULL before sfr_folder_make_temporary */
 	char *aside_name; /* hidden name of the old directory once it was moved aside; else NULL */
 };
 
@@ -65,7 +66,7 @@ static int fail_step(struct sfr_folder *f, struct sfr_err *err, int code, enum s
 		     const char *note)
 {
 	f->state = phase == SFR_PHASE_SYNC_DIR ? PLACED : BROKEN;
-	sfr__err_set(err, code, phase, note);
+	sfr__err_set_if_unset(err, code, phase, note);
 	return code;
 }
 
@@ -77,7 +78,7 @@ static int check_state(const struct sfr_folder *f, enum state required, struct s
 	if (f->fork_generation != sfr_fork_generation())
 		rc = SFR_EFORK;
 	if (rc < 0)
-		sfr__err_set(err, rc, SFR_PHASE_NONE, NULL);
+		sfr__err_set_if_unset(err, rc, SFR_PHASE_NONE, NULL);
 	return rc;
 }
 
@@ -105,7 +106,7 @@ int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_fo
 	return 0;
 }
 
-int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
+int sfr_folder_make_temporary(struct sfr_folder *f, struct sfr_err *err)
 {
 	int rc = check_state(f, NEW, err);
 
@@ -135,7 +136,7 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 	return 0;
 }
 
-const char *sfr_folder_path(const struct sfr_folder *f)
+const char *sfr_folder_temporary_path(const struct sfr_folder *f)
 {
 	return f->temporary_path;
 }
@@ -164,7 +165,7 @@ static int fail_walk(struct walk *w, int code, const char *path)
 {
 	const char *rest = path + w->top_len;
 
-	sfr__err_set(w->err, code, SFR_PHASE_SYNC, *rest == '/' ? rest + 1 : rest);
+	sfr__err_set_if_unset(w->err, code, SFR_PHASE_SYNC, *rest == '/' ? rest + 1 : rest);
 	return code;
 }
 
@@ -213,7 +214,7 @@ static int sync_file_or_push_directory(struct walk *w, const char *path)
 }
 
 /* Called by sfr__dir_each for each name in w->dir. Returns 0 or -errno, which is also in w->err. */
-static int visit_name(void *arg, const char *name)
+static int sync_or_push_name(void *arg, const char *name)
 {
 	struct walk *w = arg;
 	char *path = sfr__path_join(w->dir, name);
@@ -226,7 +227,7 @@ static int visit_name(void *arg, const char *name)
 }
 
 /* Visits all directories, each after its parent. Returns 0 or -errno, which is also in w->err. */
-static int visit_all(struct walk *w)
+static int sync_files_and_list_directories(struct walk *w)
 {
 	while (w->todo) {
 		struct node *node = w->todo;
@@ -236,7 +237,7 @@ static int visit_all(struct walk *w)
 		node->next = w->visited;
 		w->visited = node;
 		w->dir = node->path;
-		rc = sfr__dir_each(node->path, visit_name, w);
+		rc = sfr__dir_each(node->path, sync_or_push_name, w);
 		if (rc < 0)
 			return fail_walk(w, rc, node->path);
 	}
@@ -276,7 +277,7 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	w.top_len = strlen(f->temporary_path);
 	rc = push_directory(&w, f->temporary_path);
 	if (rc == 0)
-		rc = visit_all(&w);
+		rc = sync_files_and_list_directories(&w);
 	if (rc == 0 && f->durable)
 		rc = sync_directories(&w);
 	free_nodes(w.todo);
@@ -366,15 +367,15 @@ static int remove_in_parent(const struct sfr_folder *f, const char *name, struct
 	int rc;
 
 	if (!path) {
-		sfr__err_set(err, -ENOMEM, SFR_PHASE_REMOVE, NULL);
+		sfr__err_set_if_unset(err, -ENOMEM, SFR_PHASE_REMOVE, NULL);
 		return -ENOMEM;
 	}
-	rc = sfr__file_remove_all(path, err);
+	rc = sfr__file_remove_tree_and_live_tmps(path, err);
 	sfr_sys.free(path);
 	return rc;
 }
 
-int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
+int sfr_folder_clean_up(struct sfr_folder *f, struct sfr_err *err)
 {
 	int rc = 0, aside_rc;
 
@@ -408,7 +409,7 @@ void sfr_folder_free(struct sfr_folder *f)
 
 	if (!f)
 		return;
-	(void)sfr_folder_clear(f, &err); /* the next save removes the rest */
+	(void)sfr_folder_clean_up(f, &err); /* the next save removes the rest */
 	sfr_sys.free(f->aside_name);
 	sfr_sys.free(f->temporary_path);
 	sfr_sys.free(f->name);
@@ -416,7 +417,7 @@ void sfr_folder_free(struct sfr_folder *f)
 	sfr_sys.free(f);
 }
 
-void sfr_tidy(const char *dir)
+void sfr_clean_up_after_dead_writers(const char *dir)
 {
 	int fd = sfr__fd_open(dir, O_RDONLY | O_DIRECTORY, 0);
 

@@ -5,8 +5,8 @@
  * on the list; then the empty directory is removed. Links are removed, never followed. The walk
  * trusts other processes not to replace a directory by a link meanwhile.
  *
- * A live temporary is kept: its save was submitted after the remove. sfr__file_remove_all keeps
- * nothing.
+ * A live temporary is kept: its save was submitted after the remove.
+ * sfr__file_remove_tree_and_live_tmps keeps nothing.
  *
  * A directory with a file `.metadata` is a checkpoint of torch.distributed.checkpoint (DCP). In it
  * `.metadata` is removed first, and the directory is synced before its data files are removed. So
@@ -38,9 +38,9 @@ struct walk {
 	struct sfr_err *err;           /* the first error, after which the walk goes on */
 };
 
-static void keep_error(struct walk *w, int code)
+static void record_first_error(struct walk *w, int code)
 {
-	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
+	sfr__err_set_if_unset(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
 
 /* Puts a directory at the head of the list. */
@@ -50,7 +50,7 @@ static void push_directory(struct walk *w, const char *path)
 	struct pending_dir *node = sfr_sys.malloc(sizeof(*node) + len);
 
 	if (!node) {
-		keep_error(w, -ENOMEM);
+		record_first_error(w, -ENOMEM);
 		return;
 	}
 	memcpy(node->path, path, len);
@@ -70,7 +70,7 @@ static void remove_file_or_push_directory(struct walk *w, const char *path, cons
 		atomic_store_explicit(w->answered_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
-			keep_error(w, -errno);
+			record_first_error(w, -errno);
 		return;
 	}
 	/* only files and directories can be temporaries */
@@ -80,7 +80,7 @@ static void remove_file_or_push_directory(struct walk *w, const char *path, cons
 	} else if (S_ISDIR(st.st_mode)) {
 		push_directory(w, path);
 	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
-		keep_error(w, -errno);
+		record_first_error(w, -errno);
 	}
 }
 
@@ -110,7 +110,7 @@ static void remove_contents(struct walk *w, const char *dir)
 	int rc = sfr__dir_each(dir, remove_entry, &visit);
 
 	if (rc < 0 && rc != -ENOENT) /* -ENOENT: another program has removed it */
-		keep_error(w, rc);
+		record_first_error(w, rc);
 }
 
 /* ---- checkpoints of DCP ---- */
@@ -169,7 +169,7 @@ static bool remove_metadata(struct walk *w, const char *dir)
 	if (rc == 0 && visit.is_dcp)
 		rc = sfr__dir_sync(dir);
 	if (rc < 0)
-		keep_error(w, rc);
+		record_first_error(w, rc);
 	return rc == 0;
 }
 
@@ -195,7 +195,7 @@ static void scan_or_remove_directory(struct walk *w)
 		if (is_not_empty && (w->kept_any || w->err->code))
 			break; /* an entry was kept or cannot be removed */
 		if (!is_not_empty || node->nr_scans >= MAX_SCANS) {
-			keep_error(w, code);
+			record_first_error(w, code);
 			break;
 		}
 		node->nr_scans++;
@@ -219,7 +219,7 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	while (walk->todo)
 		scan_or_remove_directory(walk);
 	if (walk_err.code)
-		sfr__err_set(err, walk_err.code, walk_err.phase, walk_err.note);
+		sfr__err_set_if_unset(err, walk_err.code, walk_err.phase, walk_err.note);
 	return walk_err.code;
 }
 
@@ -230,7 +230,7 @@ int sfr__file_remove_tree(const char *path, _Atomic uint64_t *answered_ns, struc
 	return remove_tree(path, &walk, err);
 }
 
-int sfr__file_remove_all(const char *path, struct sfr_err *err)
+int sfr__file_remove_tree_and_live_tmps(const char *path, struct sfr_err *err)
 {
 	struct walk walk = { .removes_live = true };
 

@@ -15,7 +15,7 @@
 /* ---- steps ---- */
 
 /* Returns 0 or -errno. */
-static int write_file(const struct sfr_step *step)
+static int write_file(const struct sfr_directory_step *step)
 {
 	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, close_rc;
 	size_t done;
@@ -31,7 +31,7 @@ static int write_file(const struct sfr_step *step)
 }
 
 /* Returns 0 or -errno; -EINVAL for an unknown kind. */
-static int carry_out_step(const struct sfr_step *step)
+static int carry_out_step(const struct sfr_directory_step *step)
 {
 	switch (step->kind) {
 	case SFR_STEP_WRITE:
@@ -47,7 +47,8 @@ static int carry_out_step(const struct sfr_step *step)
 	return -EINVAL;
 }
 
-int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
+int sfr_directory_steps_carry_out(const struct sfr_directory_step *steps, size_t nr_steps,
+				  size_t *nr_done)
 {
 	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
 		int rc = carry_out_step(&steps[*nr_done]);
@@ -86,7 +87,7 @@ static int add_name(void *arg, const char *name)
 	return 0;
 }
 
-int sfr_names(const char *path, char **names, size_t *len)
+int sfr_list_directory(const char *path, char **names, size_t *len)
 {
 	struct name_list list = { 0 };
 	int rc = sfr__dir_each(path, add_name, &list);
@@ -98,7 +99,7 @@ int sfr_names(const char *path, char **names, size_t *len)
 	return rc;
 }
 
-void sfr_names_free(char *names)
+void sfr_directory_names_free(char *names)
 {
 	sfr_sys.free(names);
 }

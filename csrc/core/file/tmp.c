@@ -370,6 +370,6 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	if (rc == SFR_EAGAIN)
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)
-		sfr__err_set(err, rc, phase, "the temporary file next to the destination");
+		sfr__err_set_if_unset(err, rc, phase, "the temporary file next to the destination");
 	return rc;
 }

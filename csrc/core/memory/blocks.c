@@ -107,7 +107,7 @@ void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *b
 {
 	/* the sums are unsigned: if the block shrinks, the addition wraps and so subtracts */
 	pool->committed_bytes += nbytes - block->committed;
-	sfr__budget_add_memory((int64_t)nbytes - (int64_t)block->committed);
+	sfr__pools_add_committed_bytes((int64_t)nbytes - (int64_t)block->committed);
 	if (block->state == SFR__BLOCK_LEASED)
 		pool->leased_bytes += nbytes - block->committed;
 	if (block->state == SFR__BLOCK_RETIRED)
@@ -129,7 +129,7 @@ struct sfr__block *sfr__pool_take_never_used_locked(struct sfr__pool *pool)
 	return block;
 }
 
-size_t sfr__pool_target_bytes_for(const struct sfr__pool *pool, uint64_t need)
+size_t sfr__pool_block_bytes_to_commit(const struct sfr__pool *pool, uint64_t need)
 {
 	/* at least one huge page, even if nothing is needed */
 	uint64_t nbytes = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
@@ -139,5 +139,5 @@ size_t sfr__pool_target_bytes_for(const struct sfr__pool *pool, uint64_t need)
 
 bool sfr__pool_fills_block(const struct sfr__pool *pool, size_t need)
 {
-	return sfr__pool_target_bytes_for(pool, need) == pool->block_bytes;
+	return sfr__pool_block_bytes_to_commit(pool, need) == pool->block_bytes;
 }

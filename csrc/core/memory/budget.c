@@ -52,7 +52,7 @@ static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 	return left / opts->block_bytes * opts->block_bytes;
 }
 
-uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
+uint64_t sfr__budget_take_default_cap(const struct sfr_engine_opts *opts)
 {
 	uint64_t generation = this_fork_generation(), old = atomic_load(&sum_of_caps), new, bytes;
 	uint64_t pages_taken;
@@ -70,12 +70,12 @@ void sfr__budget_give_back(uint64_t bytes)
 	add_bytes(&sum_of_caps, -(int64_t)bytes);
 }
 
-void sfr__budget_add_memory(int64_t bytes)
+void sfr__pools_add_committed_bytes(int64_t bytes)
 {
 	add_bytes(&sum_of_memory, bytes);
 }
 
-uint64_t sfr_pools_hold(void)
+uint64_t sfr_pools_committed_bytes(void)
 {
 	return pages_if_counted_in(atomic_load(&sum_of_memory), this_fork_generation()) * SFR_PAGE;
 }

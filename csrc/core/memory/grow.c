@@ -83,7 +83,7 @@ static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__bl
 		uint64_t begin = block->index * pool->block_bytes;
 
 		block->target_bytes =
-			nbytes > begin ? sfr__pool_target_bytes_for(pool, nbytes - begin) : 0;
+			nbytes > begin ? sfr__pool_block_bytes_to_commit(pool, nbytes - begin) : 0;
 		if (block->committed >= block->target_bytes) {
 			at = &block->next;
 			continue;

@@ -9,7 +9,7 @@
  * saves can finish and return their blocks. A snapshot's blocks return only when its users release
  * them, and the waiting thread may be such a user. So these blocks are marked `user_held`: no
  * thread waits for them. A request that fits only with held blocks fails at once with
- * SFR_EEXHAUSTED. When the last user has released them, sfr__pool_set_held removes the mark.
+ * SFR_EEXHAUSTED. When the last user has released them, sfr__pool_set_user_held removes the mark.
  *
  * Saves. While a save needs blocks, a lease leaves one block free, which is enough for progress.
  * Every attempt checks this, because a save may begin while a request waits. Two kinds of saves do
@@ -94,7 +94,7 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 }
 
 /* Sets whether only a user can give the lease's blocks back. */
-static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
+static void set_user_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -113,7 +113,7 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 
 static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	set_held_locked(pool, lease, false);
+	set_user_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -131,7 +131,7 @@ static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease
  * 0, or:
  *     -EIO          the block keeps the driver's memory
  *     other -errno  the block has no memory now */
-static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *block)
+static int replace_driver_memory_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
 
@@ -171,10 +171,10 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue; /* the block has its memory, or an earlier one got none */
 		if (sfr__pin_is_driver_memory(block))
-			rc = return_to_range_locked(pool, block);
+			rc = replace_driver_memory_locked(pool, block);
 		block->target_bytes =
-			sfr__pool_target_bytes_for(pool,
-						   bytes_needed_of_block(pool, lease, run, i));
+			sfr__pool_block_bytes_to_commit(pool,
+							bytes_needed_of_block(pool, lease, run, i));
 		if (block->committed < bytes_needed_of_block(pool, lease, run, i))
 			sfr__pool_push(&work, block);
 		else if (rc == 0)
@@ -188,7 +188,7 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	if (rc == 0)
 		return 0;
 	/* nr_returned is not increased: these blocks have no memory for a thread that lacks it. */
-	set_held_locked(pool, lease, false);
+	set_user_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		sfr__pool_disown_locked(pool, &pool->blocks[run->first + i]);
@@ -281,10 +281,10 @@ fail:
 	return rc;
 }
 
-void sfr__pool_set_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
+void sfr__pool_set_user_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	sfr__lock(&pool->mu);
-	set_held_locked(pool, lease, held);
+	set_user_held_locked(pool, lease, held);
 	sfr__unlock(&pool->mu);
 }
 
@@ -335,7 +335,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return all_pinned;
 }
 
-int sfr__pool_locate_in_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)
+int sfr__pool_get_file_and_offset(const struct sfr__pool *pool, const char *mem, uint64_t *off)
 {
 	*off = (uint64_t)(mem - pool->range.base);
 	return pool->range.file;

@@ -67,7 +67,7 @@ int sfr__pin_turn_on(struct sfr__pin *pin, const struct sfr__cuda_api *cu, uint3
 
 	if (sfr__pin_is_on(pin))
 		return 0;
-	rc = sfr__cuda_retain(cu, device, &context, why, why_len);
+	rc = sfr__cuda_retain_primary_context(cu, device, &context, why, why_len);
 	if (rc != 0)
 		return rc;
 	sfr__lock(&pin->mu);
@@ -79,7 +79,7 @@ int sfr__pin_turn_on(struct sfr__pin *pin, const struct sfr__cuda_api *cu, uint3
 	}
 	sfr__unlock(&pin->mu);
 	if (context != NULL) /* not stored: another thread was first */
-		sfr__cuda_release(cu, device);
+		sfr__cuda_release_primary_context(cu, device);
 	return 0;
 }
 
@@ -121,12 +121,12 @@ static void note_fallback_to(struct sfr__pin *pin, enum pin_way way, CUresult rc
 	};
 	char text[sizeof(pin->note)], what[96];
 
-	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
+	sfr__cuda_format_error(pin->cu, pin->device, call, rc, what, sizeof(what));
 	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, fallbacks[way]);
 	log_fallback(pin, way, text);
 }
 
-void sfr__pin_get_note(struct sfr__pin *pin, char *text, size_t len)
+void sfr__pin_get_fallback_note(struct sfr__pin *pin, char *text, size_t len)
 {
 	sfr__lock(&pin->mu);
 	(void)snprintf(text, len, "%s", pin->note);
@@ -293,7 +293,8 @@ static void unlink_region_locked(struct sfr__pin *pin, struct sfr__region *regio
 }
 
 /* Removes the regions whose blocks are all in `list` from pin->regions. Returns them as a list. */
-static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
+static struct sfr__region *take_regions_fully_in_list_locked(struct sfr__pin *pin,
+							     struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
 
@@ -324,7 +325,7 @@ void sfr__pin_release_regions(struct sfr__pin *pin, struct sfr__block *list)
 	if (!sfr__pin_is_on(pin))
 		return;
 	sfr__lock(&pin->mu);
-	taken = take_whole_regions_locked(pin, list);
+	taken = take_regions_fully_in_list_locked(pin, list);
 	sfr__unlock(&pin->mu);
 	if (!taken)
 		return;
@@ -369,7 +370,7 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 			sfr_sys.free(region);
 		}
 		sfr__cuda_leave(&scope);
-		sfr__cuda_release(pin->cu, pin->device);
+		sfr__cuda_release_primary_context(pin->cu, pin->device);
 	}
 	sfr__mutex_fini(&pin->mu); /* the caller guarantees that nobody uses it */
 	return all_released;

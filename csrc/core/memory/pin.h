@@ -59,6 +59,6 @@ bool sfr__pin_is_pinned(const struct sfr__block *block);
  * from it with O_DIRECT. */
 bool sfr__pin_is_driver_memory(const struct sfr__block *block);
 /* Copies the sentence about fallbacks for reports, or "". */
-void sfr__pin_get_note(struct sfr__pin *pin, char *text, size_t len);
+void sfr__pin_get_fallback_note(struct sfr__pin *pin, char *text, size_t len);
 
 #endif

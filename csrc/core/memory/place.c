@@ -73,7 +73,7 @@ static void find_gaps_locked(const struct sfr__pool *pool, bool after_wait,
 }
 
 /* Puts each item into the first gap with room. Returns false if an item does not fit. */
-static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *placement)
+static bool place_items_in_gaps(const struct sfr__pool *pool, struct sfr__placement *placement)
 {
 	for (uint32_t i = 0; i < placement->nr; i++) {
 		uint64_t len = sfr__round_up(placement->lens[i], SFR_ALIGN);
@@ -93,7 +93,7 @@ static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *place
 	return true;
 }
 
-/* Returns the number of blocks into which fill_gaps has put items. */
+/* Returns the number of blocks into which place_items_in_gaps has put items. */
 static uint64_t nr_blocks_used(const struct sfr__pool *pool, const struct sfr__placement *placement)
 {
 	uint64_t nbytes = 0;
@@ -124,9 +124,9 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 		placement->nr_gaps = 1;
 		placement->gaps[0] =
 			(struct sfr__gap){ begin, begin, begin + nr_needed * pool->block_bytes };
-		return fill_gaps(pool, placement);
+		return place_items_in_gaps(pool, placement);
 	}
 	find_gaps_locked(pool, after_wait, placement);
-	return fill_gaps(pool, placement) &&
+	return place_items_in_gaps(pool, placement) &&
 	       nr_blocks_used(pool, placement) + nr_kept_free <= nr_usable;
 }

@@ -89,7 +89,7 @@ static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 	struct sfr__block *block = pop_with_memory(&pool->partial, need);
 
 	if (block == NULL && !sfr__pool_fills_block(pool, need) &&
-	    sfr__pool_lacks_whole_locked(pool))
+	    sfr__pool_needs_whole_blocks_locked(pool))
 		block = pop_reserved_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_list_pop(&pool->whole);
@@ -176,7 +176,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	/* Take a block and make its missing memory without the lock. If the system has no memory,
 	 * put the block back, and try again when another block has returned. */
 	for (;;) {
-		size_t target_bytes = sfr__pool_target_bytes_for(pool, need);
+		size_t target_bytes = sfr__pool_block_bytes_to_commit(pool, need);
 
 		rc = wait_for_block_locked(pool, seq, need, deadline_ns, returned_at_failure,
 					   &block);
@@ -185,7 +185,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		nr_returned_before = pool->nr_returned;
 		/* no whole block was free: writers are to make more of them */
 		if (sfr__pool_fills_block(pool, need)) {
-			sfr__pool_raise_target_locked(pool);
+			sfr__pool_raise_whole_target_locked(pool);
 			pool->nr_whole_growing++;
 		}
 		sfr__unlock(&pool->mu);
@@ -280,7 +280,7 @@ void sfr__pool_free(struct sfr__pool *pool)
 	 * their addresses. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
-	sfr__budget_add_memory(-(int64_t)pool->committed_bytes);
+	sfr__pools_add_committed_bytes(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller guarantees that nobody waits */
 	sfr__mutex_fini(&pool->mu);
 	sfr_sys.free(pool->blocks);

@@ -35,7 +35,8 @@ struct sfr__block {
 	size_t target_bytes; /* while the block is GROWING: what `committed` is to become */
 	uint32_t index;      /* the block's number in the pool, from 0 */
 	enum sfr__block_state state; /* guarded by pool->mu */
-	bool user_held; /* only a user can give it back (sfr__pool_set_held); guarded by pool->mu */
+	/* only a user can give it back (sfr__pool_set_user_held); guarded by pool->mu */
+	bool user_held;
 };
 
 /* Statistics of a pool; struct sfr_stats (sfr/engine.h) explains the byte counts. */
@@ -94,7 +95,7 @@ void sfr__pool_remove_save(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_make_whole_blocks(struct sfr__pool *pool, uint32_t nr_later_calls);
 /* Makes one whole block that the pool lacks. Returns false if the pool lacks none, or if a thread
  * waits for a block. */
-bool sfr__pool_make_block(struct sfr__pool *pool);
+bool sfr__pool_make_one_whole_block(struct sfr__pool *pool);
 
 /* ---- lease.c ---- */
 
@@ -115,7 +116,7 @@ struct sfr__lease {
 
 /* Leases memory for `nr` items of `lens` bytes, all or nothing. Sets addrs[i] to the address of
  * item i, a multiple of SFR_ALIGN, or to NULL if lens[i] is 0. The lease is held
- * (sfr__pool_set_held).
+ * (sfr__pool_set_user_held).
  *
  *     whole             gives the blocks all their memory, so that they can be registered
  *     nr_blocked_saves  how many saves in flight cannot go on before this call returns
@@ -135,7 +136,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
 /* Returns the file descriptor of shared pool memory, and sets *off to the offset of `mem` in that
  * file. Returns -1 if the memory is private. */
-int sfr__pool_locate_in_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
+int sfr__pool_get_file_and_offset(const struct sfr__pool *pool, const char *mem, uint64_t *off);
 /* Returns whether the address is in the pool. */
 bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* Returns how many of the `len` bytes at `mem` can be copied with one device copy, which must not
@@ -145,7 +146,7 @@ size_t sfr__pool_len_for_one_copy(const struct sfr__pool *pool, const char *mem,
 				  bool *pinned);
 /* Sets whether a user holds the lease; a new lease is held. Only its user can give a held lease
  * back, so no thread waits for its blocks. Idempotent. */
-void sfr__pool_set_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
+void sfr__pool_set_user_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
 /* Gives the lease's blocks back, or retires them if lease->retired is set. Empties the lease;
  * accepts an empty one. */
 void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease);
@@ -161,9 +162,9 @@ uint64_t sfr__pool_nr_moves(struct sfr__pool *pool, enum sfr__block_state from,
 
 /* Returns the cap of a default pool, in bytes, and takes it out of the budget (struct
  * sfr_engine_opts). The engine gives the same number of bytes back when its pool is freed. */
-uint64_t sfr__budget_take(const struct sfr_engine_opts *opts);
+uint64_t sfr__budget_take_default_cap(const struct sfr_engine_opts *opts);
 void sfr__budget_give_back(uint64_t bytes);
 /* Adds `bytes` to the sum of memory that the process's pools have. `bytes` may be negative. */
-void sfr__budget_add_memory(int64_t bytes);
+void sfr__pools_add_committed_bytes(int64_t bytes);
 
 #endif

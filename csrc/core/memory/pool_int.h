@@ -87,7 +87,7 @@ int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, s
 		       size_t to);
 /* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most all of
  * the block. */
-size_t sfr__pool_target_bytes_for(const struct sfr__pool *pool, uint64_t need);
+size_t sfr__pool_block_bytes_to_commit(const struct sfr__pool *pool, uint64_t need);
 /* Returns whether a block in this state belongs to a thread or a lease. Such a block is in no
  * list. */
 bool sfr__block_is_owned(enum sfr__block_state state);
@@ -143,9 +143,9 @@ static inline void sfr__pool_count_if_whole_locked(struct sfr__pool *pool,
 /* ---- supply.c ---- */
 /* Returns whether saves could use more whole blocks than there are, and a block without memory can
  * be made whole. */
-bool sfr__pool_lacks_whole_locked(const struct sfr__pool *pool);
+bool sfr__pool_needs_whole_blocks_locked(const struct sfr__pool *pool);
 /* Raises nr_whole_target to nr_whole_useful. Called when a save found no block with memory. */
-void sfr__pool_raise_target_locked(struct sfr__pool *pool);
+void sfr__pool_raise_whole_target_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
 /* Gives each block in `work` memory for block->target_bytes bytes, on several threads. The caller
  * owns the blocks and holds no lock. Calls grown_locked under pool->mu once for each block: with 0,

@@ -18,7 +18,7 @@
  * shows these calls. */
 #include "memory/pool_int.h"
 
-bool sfr__pool_lacks_whole_locked(const struct sfr__pool *pool)
+bool sfr__pool_needs_whole_blocks_locked(const struct sfr__pool *pool)
 {
 	bool has_reserved = pool->reserved.head != NULL || pool->nr_ever_used < pool->nr_blocks;
 
@@ -26,7 +26,7 @@ bool sfr__pool_lacks_whole_locked(const struct sfr__pool *pool)
 	       pool->nr_whole_for_saves + pool->nr_whole_growing < pool->nr_whole_target;
 }
 
-static void raise_target_to_locked(struct sfr__pool *pool, uint32_t nr)
+static void raise_whole_target_to_locked(struct sfr__pool *pool, uint32_t nr)
 {
 	if (nr > pool->nr_blocks)
 		nr = pool->nr_blocks;
@@ -34,11 +34,11 @@ static void raise_target_to_locked(struct sfr__pool *pool, uint32_t nr)
 		pool->nr_whole_target = nr;
 }
 
-void sfr__pool_raise_target_locked(struct sfr__pool *pool)
+void sfr__pool_raise_whole_target_locked(struct sfr__pool *pool)
 {
 	/* 0: after a trim, or if memory was refused, no block is made until the next save begins */
 	if (pool->nr_whole_target != 0)
-		raise_target_to_locked(pool, pool->nr_whole_useful);
+		raise_whole_target_to_locked(pool, pool->nr_whole_useful);
 }
 
 void sfr__pool_add_save(struct sfr__pool *pool, uint32_t nr_whole)
@@ -46,7 +46,7 @@ void sfr__pool_add_save(struct sfr__pool *pool, uint32_t nr_whole)
 	sfr__lock(&pool->mu);
 	pool->nr_saves++;
 	pool->nr_whole_useful += nr_whole;
-	raise_target_to_locked(pool, nr_whole);
+	raise_whole_target_to_locked(pool, nr_whole);
 	sfr__unlock(&pool->mu);
 }
 
@@ -68,7 +68,7 @@ static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint
 	uint32_t nr_expected = pool->nr_whole_for_saves + pool->nr_whole_growing + nr_later_calls;
 	struct sfr__block *block;
 
-	if (pool->waiters != NULL || !sfr__pool_lacks_whole_locked(pool) ||
+	if (pool->waiters != NULL || !sfr__pool_needs_whole_blocks_locked(pool) ||
 	    nr_expected >= pool->nr_whole_target)
 		return NULL;
 	block = sfr__pool_list_pop(&pool->reserved);
@@ -103,7 +103,7 @@ static bool make_block_whole_locked(struct sfr__pool *pool, uint32_t nr_later_ca
 	return true;
 }
 
-bool sfr__pool_make_block(struct sfr__pool *pool)
+bool sfr__pool_make_one_whole_block(struct sfr__pool *pool)
 {
 	return sfr__under(&pool->mu, make_block_whole_locked(pool, 0)); /* no later calls */
 }

@@ -2,10 +2,10 @@
  *
  *     sfr_onload_start(engine, device, stream, copies, nr, snapshot, &onload)
  *     ...
- *     rc = sfr_onload_order(onload, stream);           the stream waits for the copies
- *     while (rc == SFR_EAGAIN)                         (if the stream cannot, the caller waits)
+ *     rc = sfr_onload_make_stream_wait(onload, stream);   the stream waits for the copies
+ *     while (rc == SFR_EAGAIN)                            (if the stream cannot, the caller waits)
  *             rc = sfr_onload_wait(onload, slice_ns);
- *     sfr_onload_put(onload); */
+ *     sfr_onload_wait_and_free(onload); */
 #ifndef SFR_OFFLOAD_H
 #define SFR_OFFLOAD_H
 
@@ -37,7 +37,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 		     struct sfr_snapshot *snapshot, struct sfr_onload **out);
 /* Makes a stream of the onload's device wait for the copies. Returns 0, SFR_EFORK, or SFR_EAGAIN if
  * the stream cannot wait: then the caller waits with sfr_onload_wait. */
-int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
+int sfr_onload_make_stream_wait(struct sfr_onload *onload, uint64_t stream);
 /* Waits until no copy is running. With a slice of zero it only looks, and takes no lock. Returns 0,
  * SFR_EAGAIN or SFR_EFORK. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
@@ -48,8 +48,8 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 /* Gets the device's error, with code 0 if there is none. Final after the wait. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
 /* Waits for copies that still run, and frees the onload. Accepts NULL. */
-void sfr_onload_put(struct sfr_onload *onload);
+void sfr_onload_wait_and_free(struct sfr_onload *onload);
 /* Returns 1 if the host memory at `addr` is in a pinned region of the engine's pool, else 0. */
-int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr);
+int sfr_engine_is_addr_pinned(struct sfr_engine *engine, uint64_t addr);
 
 #endif

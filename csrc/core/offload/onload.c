@@ -9,8 +9,9 @@
  * lane's stream waits for those copies, so the host does not have to.
  *
  * The snapshot's memory is held until the lane's thread sees that the copies have completed. A
- * thread of the engine must never drop the last reference to the engine. So sfr_onload_put waits
- * for copies that still run, and the caller's thread drops all references. */
+ * thread of the engine must never drop the last reference to the engine. So
+ * sfr_onload_wait_and_free waits for copies that still run, and the caller's thread drops all
+ * references. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -68,7 +69,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 		return;
 	if (!ok) /* the dead device may still read the memory */
 		sfr__snapshot_retire_memory(onload->snapshot);
-	sfr_snapshot_unhold(onload->snapshot);
+	sfr_snapshot_remove_hold(onload->snapshot);
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
@@ -77,8 +78,8 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 static bool queue_wait_for_sources(struct sfr_onload *onload)
 {
 	const struct sfr__cuda_lane *lane = onload->transfer.lane;
-	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)lane->stream,
-					   .device = lane->device };
+	const struct sfr_device_stream stream = { .handle = (uint64_t)(uintptr_t)lane->stream,
+						  .device = lane->device };
 
 	if (!onload->snapshot)
 		return true;
@@ -103,7 +104,7 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 		struct sfr_onload_copy merged =
 			next_merged_copy(copies, nr, onload->snapshot != NULL, &i);
 
-		sfr__transfer_add_pooled(tr, pool, merged.dst, merged.src, merged.nbytes);
+		sfr__transfer_add_pooled_copy(tr, pool, merged.dst, merged.src, merged.nbytes);
 	}
 	return tr->err.code; /* -ENOMEM or 0 */
 }
@@ -113,16 +114,17 @@ static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream str
 			const struct sfr_onload_copy *copies, uint32_t nr)
 {
 	struct sfr__transfer *tr = &onload->transfer;
-	int rc = sfr__transfer_begin(tr, &onload->engine->cuda_lanes, device, SFR__CUDA_IN, stream);
+	int rc = sfr__transfer_begin_after_stream(tr, &onload->engine->cuda_lanes, device,
+						  SFR__CUDA_IN, stream);
 
 	if (tr->lane) {
 		rc = queue_copies(onload, copies, nr);
 		if (!tr->err.code)
-			sfr__transfer_mark_staged(tr);
-		sfr__transfer_end(tr);
+			sfr__transfer_send_and_record_staged(tr);
+		sfr__transfer_end_queueing(tr);
 	}
 	if (onload->snapshot && !tr->launched)
-		sfr_snapshot_unhold(onload->snapshot); /* portion_done will not be called */
+		sfr_snapshot_remove_hold(onload->snapshot); /* portion_done will not be called */
 	return rc;
 }
 
@@ -136,7 +138,7 @@ static void free_onload(struct sfr_onload *onload)
 	if (onload->waiting.begin && !engine->closed) {
 		/* on failure only the events are lost */
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-		sfr__cuda_timer_drop(lane, &onload->waiting);
+		sfr__cuda_timer_free_events(lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
 
@@ -147,7 +149,7 @@ static void free_onload(struct sfr_onload *onload)
 }
 
 /* Makes an onload, which keeps the engine's pool alive and holds the snapshot's memory. Returns 0,
- * -ENOMEM, SFR_ECLOSED or an error of sfr_snapshot_hold. */
+ * -ENOMEM, SFR_ECLOSED or an error of sfr_snapshot_add_hold. */
 static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *snapshot,
 		       struct sfr_onload **out)
 {
@@ -169,7 +171,7 @@ static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *snapshot,
 	onload->transfer.ops = &ops;
 	onload->engine = engine;
 	onload->fork_generation = engine->fork_generation;
-	rc = snapshot ? sfr_snapshot_hold(snapshot) : 0;
+	rc = snapshot ? sfr_snapshot_add_hold(snapshot) : 0;
 	if (rc < 0) {
 		free_onload(onload);
 		return rc;
@@ -206,7 +208,8 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* Makes the stream wait for the copies, and measures the first wait. Returns false if the stream
  * cannot wait. */
-static bool make_stream_wait_for_copies(struct sfr_onload *onload, const struct sfr_stream *stream)
+static bool make_stream_wait_for_copies(struct sfr_onload *onload,
+					const struct sfr_device_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
 	CUstream cu_stream = (CUstream)(uintptr_t)stream->handle;
@@ -220,7 +223,7 @@ static bool make_stream_wait_for_copies(struct sfr_onload *onload, const struct 
 	timed = entered && !onload->ordered && !sfr__cuda_is_capturing(lane->cu, cu_stream);
 	if (timed)
 		sfr__cuda_timer_begin(lane, &onload->waiting, cu_stream);
-	will_wait = sfr__transfer_gate(&onload->transfer, stream);
+	will_wait = sfr__transfer_gate_stream(&onload->transfer, stream);
 	if (timed)
 		sfr__cuda_timer_end(lane, &onload->waiting, cu_stream);
 	onload->ordered = true;
@@ -228,9 +231,9 @@ static bool make_stream_wait_for_copies(struct sfr_onload *onload, const struct 
 	return will_wait;
 }
 
-int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
+int sfr_onload_make_stream_wait(struct sfr_onload *onload, uint64_t stream)
 {
-	const struct sfr_stream waiting = { .handle = stream };
+	const struct sfr_device_stream waiting = { .handle = stream };
 
 	if (belongs_to_parent_process(onload))
 		return SFR_EFORK;
@@ -276,10 +279,10 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 	*out = onload->transfer.err;
 	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.device_died)
 		/* needs no lock: `why` is constant once the lane is dead */
-		sfr__err_set(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
+		sfr__err_set_if_unset(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
 }
 
-void sfr_onload_put(struct sfr_onload *onload)
+void sfr_onload_wait_and_free(struct sfr_onload *onload)
 {
 	if (!onload || belongs_to_parent_process(onload))
 		return;
@@ -287,7 +290,7 @@ void sfr_onload_put(struct sfr_onload *onload)
 	free_onload(onload);
 }
 
-int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr)
+int sfr_engine_is_addr_pinned(struct sfr_engine *engine, uint64_t addr)
 {
 	const char *mem = (const char *)(uintptr_t)addr;
 	bool pinned;

@@ -3,19 +3,20 @@
  * All code that reads checkpoints reads open files. So a remote object becomes an open file in
  * memory, as long as the object and empty at first. A reader waits until the bytes that it needs
  * are there. Other threads fetch what readers wait for and what will be read next. In the diagrams,
- * pin, will_read and was_read are sfr__arriving_*; next and put are sfr_arrivals_*.
+ * pin, request and discard are sfr__arriving_wait_and_pin, sfr__arriving_request_range and
+ * sfr__arriving_discard_read_range; next and put are sfr_arrivals_*.
  *
- *     readers --pin, will_read--> requests --next--> threads that fetch (Python's)
- *        ^                                              |
- *        +------------- file in memory <------put-------+
+ *     readers --pin, request--> requests --next--> threads that fetch (Python's)
+ *        ^                                            |
+ *        +------------- file in memory <-----put------+
  *
  * States of a chunk of the file:
  *
- *     ABSENT --pin, will_read--> REQUESTED --next--> FETCHING --put--> PRESENT
- *        ^                                                                |
- *        +----------------------- FREEING <-----------was_read------------+
+ *     ABSENT --pin, request--> REQUESTED --next--> FETCHING --put--> PRESENT
+ *        ^                                                              |
+ *        +----------------------- FREEING <-----------discard-----------+
  *
- * A reader that goes through the file once reports what it has read (was_read). When more than
+ * A reader that goes through the file once discards what it has read. When more than
  * SFR_ARRIVALS_WINDOW chunks are present, chunks that are read completely lose their memory. So a
  * load needs memory for its tensors and for that many chunks, not for the whole file. A chunk that
  * is read again is fetched again. A chunk is pinned while it is read, and a pinned chunk stays.
@@ -122,7 +123,8 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 
 /* Takes the first requested chunk of the group's oldest file that has any, and makes it FETCHING.
  * Returns 0, SFR_EAGAIN if there is none, or SFR_ECLOSED. */
-static int take_requested_chunk_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
+static int take_requested_chunk_locked(const struct sfr_arrivals *group,
+				       struct sfr_arrivals_wanted_range *out)
 {
 	struct sfr__arriving_file *f = sfr__arrivals.files;
 	uint32_t index;
@@ -136,11 +138,13 @@ static int take_requested_chunk_locked(const struct sfr_arrivals *group, struct 
 	index = f->first_requested;
 	f->first_requested = f->chunks[index].next;
 	f->chunks[index].state = SFR__FETCHING;
-	*out = (struct sfr_wanted){ f->number, index * f->chunk_bytes, sfr__chunk_len(f, index) };
+	*out = (struct sfr_arrivals_wanted_range){ f->number, index * f->chunk_bytes,
+						   sfr__chunk_len(f, index) };
 	return 0;
 }
 
-int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out)
+int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns,
+		      struct sfr_arrivals_wanted_range *out)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	bool timed_out = false;

@@ -38,7 +38,7 @@ struct sfr__arriving_file {
 	uint32_t first_requested;   /* head of the list of REQUESTED chunks, or SFR__NO_CHUNK */
 	uint32_t last_requested;    /* tail of this list */
 	bool failed;                /* its bytes cannot be fetched */
-	bool keep_all;              /* no chunk loses its memory (sfr_arrivals_fill) */
+	bool keep_all; /* no chunk loses its memory (sfr_arrivals_wait_for_whole_file) */
 	struct sfr__arriving_chunk chunks[];
 };
 

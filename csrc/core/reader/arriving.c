@@ -87,7 +87,8 @@ static void pin_chunks_locked(struct sfr__arriving_file *f, const uint32_t *byte
 }
 
 /* Requests the absent chunks in [first, end). Returns whether all chunks are present. */
-static bool request_all_locked(struct sfr__arriving_file *f, uint64_t first, uint64_t end)
+static bool request_unless_all_present_locked(struct sfr__arriving_file *f, uint64_t first,
+					      uint64_t end)
 {
 	bool all_present = true;
 
@@ -107,14 +108,14 @@ static int try_pin_locked(struct sfr__arriving_file *f, const uint32_t *bytes_re
 		return -EBADF;
 	if (f->failed)
 		return -EIO;
-	if (!request_all_locked(f, first, end))
+	if (!request_unless_all_present_locked(f, first, end))
 		return SFR_EAGAIN;
 	pin_chunks_locked(f, bytes_read, first, end);
 	return 0;
 }
 
-int sfr__arriving_pin(struct sfr__arriving_file *f, const uint32_t *bytes_read, uint64_t off,
-		      uint64_t len, uint64_t slice_ns)
+int sfr__arriving_wait_and_pin(struct sfr__arriving_file *f, const uint32_t *bytes_read,
+			       uint64_t off, uint64_t len, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	uint64_t first, end;
@@ -162,7 +163,7 @@ void sfr__arriving_request_range(struct sfr__arriving_file *f, const uint32_t *b
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-uint32_t *sfr__arriving_new_counts(const struct sfr__arriving_file *f)
+uint32_t *sfr__arriving_new_read_counts(const struct sfr__arriving_file *f)
 {
 	return sfr_sys.calloc(f->nr_chunks, sizeof(uint32_t));
 }
@@ -206,8 +207,8 @@ static bool take_chunk_to_free_locked(struct sfr__arriving_file *f, uint64_t *in
 	return false;
 }
 
-void sfr__arriving_mark_read(struct sfr__arriving_file *f, uint32_t *bytes_read, uint64_t off,
-			     uint64_t len)
+void sfr__arriving_discard_read_range(struct sfr__arriving_file *f, uint32_t *bytes_read,
+				      uint64_t off, uint64_t len)
 {
 	uint64_t index;
 
@@ -229,7 +230,7 @@ void sfr__arriving_mark_read(struct sfr__arriving_file *f, uint32_t *bytes_read,
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-int sfr_arrivals_fill(int fd, uint64_t slice_ns)
+int sfr_arrivals_wait_for_whole_file(int fd, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	struct sfr__arriving_file *f = sfr__arriving_get(fd);
@@ -243,7 +244,7 @@ int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk_bytes) {
 		sfr__arriving_request_range(f, NULL, off, f->len);
 		/* waiting for one byte is waiting for its chunk */
-		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));
+		rc = sfr__arriving_wait_and_pin(f, NULL, off, 1, sfr__time_left(deadline));
 		if (rc == 0)
 			sfr__arriving_unpin(f, off, 1); /* the chunk stays: f->keep_all is set */
 	}

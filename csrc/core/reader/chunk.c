@@ -39,8 +39,8 @@ static bool contains(const struct chunk *chunk, uint64_t off)
 /* Returns the bytes [off, off + len) of the file: in the chunk, or read into the scratch memory.
  * `len` is at most SFR__READER_HEADER_MAX. Returns NULL if the reader was stopped, or if the bytes
  * cannot be read; then the reader fails at record `index`. */
-static const unsigned char *bytes_at(const struct chunk *chunk, uint64_t off, size_t len,
-				     uint64_t index)
+static const unsigned char *get_or_read_bytes(const struct chunk *chunk, uint64_t off, size_t len,
+					      uint64_t index)
 {
 	int64_t read;
 
@@ -86,7 +86,7 @@ static int check_header(const struct chunk *chunk, uint64_t i)
 	const struct sfr__unzip_record rec = unzip_record_of(listed);
 	const size_t len = (size_t)(chunk->r->records[i].data_off - listed->hdr_off);
 	const char *name = chunk->r->listing->names + listed->name_off;
-	const unsigned char *header = bytes_at(chunk, listed->hdr_off, len, i);
+	const unsigned char *header = get_or_read_bytes(chunk, listed->hdr_off, len, i);
 	/* the extra fields follow the name */
 	const size_t extra_off = SFR__UNZIP_LOCAL_LEN + (size_t)listed->name_len;
 	const char *wrong;
@@ -102,7 +102,7 @@ static int check_header(const struct chunk *chunk, uint64_t i)
 	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL_LEN, name, listed->name_len) != 0)
 		wrong = "its name in the local header is another one";
 	if (wrong == NULL)
-		wrong = sfr__unzip_local_extra(header, header + extra_off, extra_len, &rec);
+		wrong = sfr__unzip_check_local_extra(header, header + extra_off, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
 	return sfr__reader_report_damage(chunk->r, i, listed->hdr_off, wrong) ? 1 : -1;
@@ -115,7 +115,7 @@ static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 	const uint64_t off = sfr__reader_data_end(chunk->r, i);
 	const uint64_t left = sfr__reader_next_start(chunk->r, i) - off;
 	size_t len = left < SFR__UNZIP_DESC_MAX ? (size_t)left : SFR__UNZIP_DESC_MAX;
-	const unsigned char *bytes = bytes_at(chunk, off, len, i);
+	const unsigned char *bytes = get_or_read_bytes(chunk, off, len, i);
 	const char *wrong;
 	int header_rc;
 
@@ -165,7 +165,7 @@ static int hand_to_client(const struct chunk *chunk, struct sfr__record_fragment
 /* Checks the header and the descriptor of record `i` if they begin in the chunk, and hands its
  * bytes to the client. If the client still needs the buffer, the fragment is counted later. Returns
  * false if the reading ends. */
-static bool check_record(const struct chunk *chunk, uint64_t i)
+static bool check_and_hand_over_record(const struct chunk *chunk, uint64_t i)
 {
 	const bool has_descriptor = (chunk->r->listed[i].flags & SFR__UNZIP_HAS_DESC) != 0;
 	const bool bare = (chunk->r->flags & SFR__READER_BARE) != 0;
@@ -186,11 +186,11 @@ static bool check_record(const struct chunk *chunk, uint64_t i)
 		fragment.nr_read++; /* so does the descriptor */
 	}
 	if (rc == SFR__READER_NEEDS_BUFFER) {
-		rc = sfr__reader_add_pending(chunk->buffer, &fragment);
+		rc = sfr__reader_add_pending_fragment(chunk->buffer, &fragment);
 		if (rc < 0)
 			sfr__reader_fail(chunk->r, rc, i, chunk->off, NULL);
 	} else if (fragment.nr_read != 0) {
-		sfr__reader_count_fragment(chunk->r, &fragment);
+		sfr__reader_apply_fragment(chunk->r, &fragment);
 	}
 	return rc >= 0;
 }
@@ -201,6 +201,6 @@ void sfr__reader_process_chunk(struct sfr__reader_thread *thread, struct sfr__re
 	const struct chunk chunk = { thread->r, buffer, off, off + len, thread->scratch };
 
 	for (uint64_t i = first; i < end; i++)
-		if (!check_record(&chunk, i))
+		if (!check_and_hand_over_record(&chunk, i))
 			return;
 }

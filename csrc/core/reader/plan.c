@@ -57,7 +57,7 @@ static uint64_t data_off_by_producer(const struct sfr__listed_record *listed, ui
 	if (producer == BY_TORCH)
 		len = torch_local_len(listed);
 	else
-		len = sfr__zip_local_len(listed->name_len, listed->len, listed->hdr_off);
+		len = sfr__zip_local_header_len(listed->name_len, listed->len, listed->hdr_off);
 	return sfr__round_up(listed->hdr_off + len, align);
 }
 
@@ -100,7 +100,7 @@ static uint64_t find_record(const struct sfr_reader *r, const char *name)
 }
 
 /* Returns the alignment of the archive's data, -EOPNOTSUPP, or another error of read_data_off. */
-static int64_t find_align(const struct sfr_reader *r)
+static int64_t read_archive_alignment(const struct sfr_reader *r)
 {
 	const uint64_t index = find_record(r, ".storage_alignment");
 	const struct sfr__listed_record *listed = &r->listed[index];
@@ -146,7 +146,7 @@ static int find_producer(const struct sfr_reader *r, uint64_t align, enum produc
 
 /* Sets the offsets of records without headers, whose hdr_off is the offset of the data. Returns 0,
  * or -EINVAL if records overlap. */
-static int plan_bare(struct sfr_reader *r)
+static int set_bare_data_offsets(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *record = &r->records[i];
@@ -169,7 +169,7 @@ static int plan_bare(struct sfr_reader *r)
  * -EOPNOTSUPP also if the data cannot be at the computed offsets. */
 static int compute_data_offsets(struct sfr_reader *r)
 {
-	const int64_t align = find_align(r);
+	const int64_t align = read_archive_alignment(r);
 	const int64_t last_data_off = read_data_off(r, &r->listed[r->nr - 1]);
 	enum producer producer;
 	int rc;
@@ -207,7 +207,8 @@ static int compute_data_offsets(struct sfr_reader *r)
 	return 0;
 }
 
-int sfr__reader_plan(struct sfr_reader *r)
+int sfr__reader_compute_data_offsets(struct sfr_reader *r)
 {
-	return (r->flags & SFR__READER_BARE) != 0 ? plan_bare(r) : compute_data_offsets(r);
+	return (r->flags & SFR__READER_BARE) != 0 ? set_bare_data_offsets(r) :
+						    compute_data_offsets(r);
 }

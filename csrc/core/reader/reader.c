@@ -35,9 +35,9 @@
  *
  * The caller says for how many records the client is ready (`nr_allowed`). Threads stop at the
  * first chunk that has bytes of a later record. So, to get a record, the caller must allow all
- * records of its chunks (sfr_reader_nr_to_allow). A wait for a record beyond the allowed ones would
- * never end, and is refused. The caller uses no record before it is GOOD, so no code sees unchecked
- * bytes. */
+ * records of its chunks (sfr_reader_count_records_to_allow). A wait for a record beyond the allowed
+ * ones would never end, and is refused. The caller uses no record before it is GOOD, so no code
+ * sees unchecked bytes. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -54,7 +54,7 @@ struct chunk {
 };
 
 /* Finds the next chunk that has bytes of records, without taking it. Returns false at the end. */
-static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
+static bool find_next_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 {
 	for (;;) {
 		uint64_t to, data_end, next_start;
@@ -93,45 +93,45 @@ static bool buffers_are_lent(const struct sfr_reader *r)
 }
 
 /* Waits until the client has finished with a buffer, and counts its pending fragments. */
-static void finish_buffer(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
+static void wait_for_client_to_finish(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
 {
 	if (!buffers_are_lent(r))
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
 		buffer->nr_pending = 0; /* the reader has failed: their records are never good */
-	sfr__reader_count_pending(r, buffer);
+	sfr__reader_apply_pending_fragments(r, buffer);
 }
 
-static void finish_buffers(struct sfr__reader_thread *thread)
+static void wait_for_client_to_finish_all(struct sfr__reader_thread *thread)
 {
 	/* in the order in which they were sent: the next buffer to use was sent first */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++) {
 		unsigned index = (thread->next_buffer + i) % thread->r->nr_buffers;
 
-		finish_buffer(thread->r, &thread->buffers[index]);
+		wait_for_client_to_finish(thread->r, &thread->buffers[index]);
 	}
 }
 
 /* Waits until the next chunk may be read, and takes it. Returns false if there is none. Before the
  * wait it finishes the thread's buffers, because the caller may be waiting for their records. */
-static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
+static bool wait_and_take_next_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	bool found, finished = false;
 
 	sfr__lock(&r->mu);
-	found = !r->stop && find_chunk_locked(r, chunk);
+	found = !r->stop && find_next_chunk_locked(r, chunk);
 	while (found && (chunk->end_rec > r->nr_allowed || chunk->off >= r->end_allowed)) {
 		if (finished) {
 			/* cannot time out */
 			(void)sfr__cond_wait(&r->may_read, &r->mu, SFR_FOREVER);
 		} else {
 			sfr__unlock(&r->mu);
-			finish_buffers(thread);
+			wait_for_client_to_finish_all(thread);
 			finished = true;
 			sfr__lock(&r->mu);
 		}
-		found = !r->stop && find_chunk_locked(r, chunk);
+		found = !r->stop && find_next_chunk_locked(r, chunk);
 	}
 	if (found) {
 		r->next_off = chunk->off + chunk->len;
@@ -157,17 +157,17 @@ static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *
 }
 
 /* Reads a chunk and hands it to the client. Returns false if the thread is to end. */
-static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
+static bool read_and_hand_over_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	struct sfr__reader_buffer *buffer = &thread->buffers[thread->next_buffer];
 	int rc;
 
-	finish_buffer(r, buffer);
+	wait_for_client_to_finish(r, buffer);
 	thread->next_buffer = (thread->next_buffer + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
 		return false; /* its memory is lost to a dead device; the reader has failed */
-	sfr__source_will_read(&r->source, chunk->off, chunk->announce_end);
+	sfr__source_announce_read(&r->source, chunk->off, chunk->announce_end);
 	do
 		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
 	while (sfr__reader_should_retry(r, rc));
@@ -185,7 +185,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	sfr__lock(&r->mu);
 	r->bytes_read += chunk->len;
 	sfr__unlock(&r->mu);
-	sfr__source_was_read(&r->source, chunk->off, chunk->len);
+	sfr__source_discard_read_range(&r->source, chunk->off, chunk->len);
 	return true;
 }
 
@@ -194,13 +194,13 @@ static void *reader_main(void *arg)
 	struct sfr__reader_thread *thread = arg;
 	struct chunk chunk;
 
-	while (take_chunk(thread, &chunk) && read_chunk(thread, &chunk))
+	while (wait_and_take_next_chunk(thread, &chunk) && read_and_hand_over_chunk(thread, &chunk))
 		;
-	finish_buffers(thread);
+	wait_for_client_to_finish_all(thread);
 	return NULL;
 }
 
-static void free_thread(struct sfr__reader_thread *thread, bool is_child)
+static void free_thread_memory(struct sfr__reader_thread *thread, bool is_child)
 {
 	const struct sfr_reader *r = thread->r;
 
@@ -214,7 +214,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 }
 
 /* Gives a thread its buffers and scratch memory. Returns 0 or -ENOMEM. After an error the caller
- * calls free_thread. */
+ * calls free_thread_memory. */
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
@@ -250,7 +250,7 @@ static int start_thread(struct sfr_reader *r)
 		rc = sfr__thread_start(&thread->id, "sfr-reader", SFR__AWAITED, reader_main,
 				       thread);
 	if (rc < 0)
-		free_thread(thread, false); /* this process is no child */
+		free_thread_memory(thread, false); /* this process is no child */
 	else
 		r->nr_threads++;
 	return rc;
@@ -287,7 +287,7 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	(void)sfr__cond_init(&r->progress);
 	sfr__source_open(&r->source, spec->fd, spec->base, spec->way);
 	r->records = sfr_sys.calloc(r->nr, sizeof(*r->records));
-	rc = r->records == NULL ? -ENOMEM : sfr__reader_plan(r);
+	rc = r->records == NULL ? -ENOMEM : sfr__reader_compute_data_offsets(r);
 	if (rc < 0)
 		sfr__reader_free(r);
 	else
@@ -302,7 +302,7 @@ static uint64_t last_needed_chunk_end(const struct sfr_reader *r, uint64_t index
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
 }
 
-uint64_t sfr_reader_nr_to_allow(const struct sfr_reader *r, uint64_t index)
+uint64_t sfr_reader_count_records_to_allow(const struct sfr_reader *r, uint64_t index)
 {
 	const uint64_t to = last_needed_chunk_end(r, index);
 
@@ -338,7 +338,7 @@ int sfr_reader_allow_records(struct sfr_reader *r, uint64_t nr)
 	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
 
-bool sfr__reader_is_running(const struct sfr_reader *r)
+bool sfr__reader_has_started(const struct sfr_reader *r)
 {
 	return r->nr_threads != 0;
 }
@@ -349,12 +349,12 @@ static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
 		return r->nr_allowed == r->nr && r->end_allowed >= r->end;
-	return sfr_reader_nr_to_allow(r, index) <= r->nr_allowed &&
+	return sfr_reader_count_records_to_allow(r, index) <= r->nr_allowed &&
 	       last_needed_chunk_end(r, index) <= r->end_allowed;
 }
 
 /* Returns the result of a wait for `index`, or SFR_EAGAIN if the caller has to wait. */
-static int check_wait_locked(const struct sfr_reader *r, uint64_t index)
+static int get_wait_result_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index < r->nr && atomic_load(&r->records[index].good))
 		return 0;
@@ -379,7 +379,7 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
 	r->awaited_index = index;
-	while ((rc = check_wait_locked(r, index)) == SFR_EAGAIN && !timed_out)
+	while ((rc = get_wait_result_locked(r, index)) == SFR_EAGAIN && !timed_out)
 		timed_out = sfr__cond_wait(&r->progress, &r->mu, deadline) != 0;
 	sfr__unlock(&r->mu);
 	return rc;
@@ -434,7 +434,7 @@ void sfr__reader_free(struct sfr_reader *r)
 	if (!is_child)
 		end_threads(r);
 	for (unsigned i = 0; i < r->nr_threads; i++)
-		free_thread(&r->threads[i], is_child);
+		free_thread_memory(&r->threads[i], is_child);
 	sfr__source_close(&r->source);
 	sfr_sys.free(r->records);
 	sfr_sys.free(r);

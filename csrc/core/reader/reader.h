@@ -102,7 +102,7 @@ struct sfr_reader_failure {
 int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out);
 /* Returns how many records sfr_reader_allow_records must allow so that record `index` can be read:
  * all records up to this one, and those that begin in the chunk in which it ends. */
-uint64_t sfr_reader_nr_to_allow(const struct sfr_reader *r, uint64_t index);
+uint64_t sfr_reader_count_records_to_allow(const struct sfr_reader *r, uint64_t index);
 /* Allows the first `nr` records to be read; never allows fewer than before. The first call starts
  * the threads. Returns 0, SFR_EFORK, or -errno if no thread could be started. */
 int sfr_reader_allow_records(struct sfr_reader *r, uint64_t nr);
@@ -110,7 +110,7 @@ int sfr_reader_allow_records(struct sfr_reader *r, uint64_t nr);
  * limit. */
 void sfr_reader_stop_after(struct sfr_reader *r, uint64_t index);
 /* Returns whether sfr_reader_allow_records has started threads. */
-bool sfr__reader_is_running(const struct sfr_reader *r);
+bool sfr__reader_has_started(const struct sfr_reader *r);
 /* Waits until record `index` is read and good, or all records if `index` is their number. With
  * SFR__READER_LIST_DAMAGE a damaged record counts as good. Returns 0, the code of the reader's
  * failure, or:

@@ -84,7 +84,7 @@ static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t
 
 /* plan.c: sets `data_off` and `nr_unread` of all records. Returns 0 or an error of
  * sfr__reader_new. */
-int sfr__reader_plan(struct sfr_reader *r);
+int sfr__reader_compute_data_offsets(struct sfr_reader *r);
 
 /* chunk.c: checks the bytes [off, off + len) of the file, which are in the buffer, and hands those
  * of records [first, end) to the client. Stops after a failure of the reader. */
@@ -97,12 +97,12 @@ void sfr__reader_process_chunk(struct sfr__reader_thread *thread, struct sfr__re
 bool sfr__reader_report_damage(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
 /* Counts a fragment of a record as read. If all of the record is read, the record becomes good, or
  * the reader fails if the CRC is wrong. */
-void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment);
+void sfr__reader_apply_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment);
 /* Adds a fragment to buffer->pending, to be counted when the client has finished with the buffer.
  * Returns 0 or -ENOMEM. */
-int sfr__reader_add_pending(struct sfr__reader_buffer *buffer,
-			    const struct sfr__record_fragment *fragment);
+int sfr__reader_add_pending_fragment(struct sfr__reader_buffer *buffer,
+				     const struct sfr__record_fragment *fragment);
 /* Counts the fragments in buffer->pending, and empties that list. */
-void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__reader_buffer *buffer);
+void sfr__reader_apply_pending_fragments(struct sfr_reader *r, struct sfr__reader_buffer *buffer);
 
 #endif

@@ -69,7 +69,7 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__re
 	*s = (struct sfr__source){ .fd = fd, .base = base, .direct_fd = -1 };
 	s->arriving = sfr__arriving_get(fd);
 	if (s->arriving != NULL)
-		s->bytes_read = sfr__arriving_new_counts(s->arriving);
+		s->bytes_read = sfr__arriving_new_read_counts(s->arriving);
 	if (s->arriving != NULL || way == SFR__WAY_CACHE)
 		return;
 	if (base % SFR_PAGE != 0) /* direct reads begin at whole pages */
@@ -166,12 +166,12 @@ static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, si
 }
 
 /* Keeps a range of an arriving file in memory until unpin, after waiting for its bytes for SLICE_NS
- * at most. Returns 0 or an error of sfr__arriving_pin. For any other file returns 0. */
+ * at most. Returns 0 or an error of sfr__arriving_wait_and_pin. For any other file returns 0. */
 static int pin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving == NULL)
 		return 0;
-	return sfr__arriving_pin(s->arriving, s->bytes_read, s->base + off, len, SLICE_NS);
+	return sfr__arriving_wait_and_pin(s->arriving, s->bytes_read, s->base + off, len, SLICE_NS);
 }
 
 static void unpin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
@@ -181,7 +181,7 @@ static void unpin_arriving_range(const struct sfr__source *s, size_t len, uint64
 }
 
 /* Reads from the page cache, or from an arriving file. Returns as sfr__source_read. */
-static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
+static int read_through_page_cache(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	int rc = pin_arriving_range(s, len, off);
 
@@ -201,7 +201,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 	int rc = 0;
 
 	if (direct_fd < 0)
-		return read_cached(s, buf, len, off);
+		return read_through_page_cache(s, buf, len, off);
 	/* with SFR__WAY_DISK, or if it is not known what is cached: all from the disk */
 	if (nr > NR_PAGES || !find_cached_pages(s, s->base + off, len, in_cache))
 		return read_all(s, direct_fd, buf, len, off);
@@ -229,15 +229,15 @@ int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len
 	return got;
 }
 
-void sfr__source_will_read(const struct sfr__source *s, uint64_t off, uint64_t end)
+void sfr__source_announce_read(const struct sfr__source *s, uint64_t off, uint64_t end)
 {
 	if (s->arriving != NULL)
 		sfr__arriving_request_range(s->arriving, s->bytes_read, s->base + off,
 					    s->base + end);
 }
 
-void sfr__source_was_read(const struct sfr__source *s, uint64_t off, uint64_t len)
+void sfr__source_discard_read_range(const struct sfr__source *s, uint64_t off, uint64_t len)
 {
 	if (s->arriving != NULL)
-		sfr__arriving_mark_read(s->arriving, s->bytes_read, s->base + off, len);
+		sfr__arriving_discard_read_range(s->arriving, s->bytes_read, s->base + off, len);
 }

@@ -44,8 +44,8 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
 /* Announce that the bytes [off, end) will be read soon, or that `len` bytes at `off` were read and
  * will not be read again. Do nothing unless the file's bytes are on their way. */
-void sfr__source_will_read(const struct sfr__source *s, uint64_t off, uint64_t end);
-void sfr__source_was_read(const struct sfr__source *s, uint64_t off, uint64_t len);
+void sfr__source_announce_read(const struct sfr__source *s, uint64_t off, uint64_t end);
+void sfr__source_discard_read_range(const struct sfr__source *s, uint64_t off, uint64_t len);
 
 /* Reads [off, off + len) of a file into new memory. Returns the bytes read, fewer than `len` only
  * at the end of the file, or -errno. */

@@ -28,7 +28,7 @@ bool sfr__reader_report_damage(struct sfr_reader *r, uint64_t i, uint64_t off, c
 	return true;
 }
 
-void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment)
+void sfr__reader_apply_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment)
 {
 	static const char wrong_bytes[] = "its bytes do not match their CRC";
 	struct sfr__reader_record *record = &r->records[fragment->index];
@@ -58,15 +58,15 @@ void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_f
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
+void sfr__reader_apply_pending_fragments(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
 {
 	for (size_t i = 0; i < buffer->nr_pending; i++)
-		sfr__reader_count_fragment(r, &buffer->pending[i]);
+		sfr__reader_apply_fragment(r, &buffer->pending[i]);
 	buffer->nr_pending = 0;
 }
 
-int sfr__reader_add_pending(struct sfr__reader_buffer *buffer,
-			    const struct sfr__record_fragment *fragment)
+int sfr__reader_add_pending_fragment(struct sfr__reader_buffer *buffer,
+				     const struct sfr__record_fragment *fragment)
 {
 	if (buffer->nr_pending == buffer->pending_cap) {
 		const size_t cap = buffer->pending_cap == 0 ? 64 : 2 * buffer->pending_cap;

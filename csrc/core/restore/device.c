@@ -82,7 +82,7 @@ bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__reader_buffer *buf
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k], SFR__CUDA_IN);
 	}
 	/* true: the buffer is pinned */
-	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
+	sfr__transfer_add_copy(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
 	if (tr->err.code == 0)
 		return true;
 	sfr__reader_fail(r->reader, tr->err.code, index, sfr__reader_data_off(r->reader, index),
@@ -100,13 +100,13 @@ static int send_chunk(void *self, struct sfr__reader_buffer *buffer)
 
 		if (sfr__transfer_is_over(tr)) /* the chunk has no bytes for this device */
 			continue;
-		if (sfr__transfer_enter(tr))
-			sfr__transfer_send(tr);
+		if (sfr__transfer_enter_context(tr))
+			sfr__transfer_send_portion(tr);
 		if (tr->err.code != 0) {
 			report_device_failure(r, tr->err.note);
 			rc = -1;
 		}
-		sfr__transfer_end(tr);
+		sfr__transfer_end_queueing(tr);
 	}
 	return rc;
 }
@@ -146,8 +146,8 @@ static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 	return k;
 }
 
-int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
-		       size_t why_len)
+int sfr_restore_prepare_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
+			       size_t why_len)
 {
 	struct sfr__transfer tr = { .ops = &ops };
 	const unsigned index = find_device(r, device);
@@ -157,12 +157,13 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 		return SFR_EFORK;
 	if (index == SFR__RESTORE_DEVICES)
 		return -EOPNOTSUPP; /* too many devices */
-	if (index == r->nr_devices && sfr__reader_is_running(r->reader))
+	if (index == r->nr_devices && sfr__reader_has_started(r->reader))
 		return -EOPNOTSUPP; /* a new device, but the reader already has its buffers */
 	/* This transfer only makes the lane wait for the caller's stream (E). */
-	rc = sfr__transfer_begin(&tr, &r->lanes, device, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
+	rc = sfr__transfer_begin_after_stream(&tr, &r->lanes, device, SFR__CUDA_IN,
+					      (CUstream)(uintptr_t)stream);
 	if (tr.lane)
-		sfr__transfer_end(&tr);
+		sfr__transfer_end_queueing(&tr);
 	(void)snprintf(why, why_len, "%s", tr.err.note);
 	if (rc == 0)
 		rc = tr.err.code;
@@ -178,7 +179,8 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 	return 0;
 }
 
-void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
+void sfr_restore_set_device_destination(struct sfr_restore *r, uint64_t index, uint32_t device,
+					uint64_t mem)
 {
 	r->destinations[index].mem = (char *)(uintptr_t)mem;
 	r->destinations[index].device = find_device(r, device) + 1; /* 0 is host memory */

@@ -139,7 +139,7 @@ int sfr_restore_new_bare(const struct sfr_file_range *v, uint64_t nr, uint64_t e
 	return rc;
 }
 
-uint64_t sfr_restore_nr(const struct sfr_restore *r)
+uint64_t sfr_restore_nr_records(const struct sfr_restore *r)
 {
 	return r->listing->nr;
 }
@@ -159,10 +159,10 @@ const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t
 
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len)
 {
-	return r->check == NULL ? r->listing->nr : sfr__check_find(r->check, name, len);
+	return r->check == NULL ? r->listing->nr : sfr__check_find_record(r->check, name, len);
 }
 
-void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
+void sfr_restore_set_destination(struct sfr_restore *r, uint64_t index, void *mem)
 {
 	r->destinations[index].mem = mem;
 }

@@ -46,7 +46,7 @@ static bool push_next_block_locked(struct sfr_ticket *t)
 		t->work.next_extent++;
 		t->work.next_blk = 0;
 	}
-	if (t->work.next_extent == t->plan.img.nr_extents || sfr__ticket_failing_locked(t))
+	if (t->work.next_extent == t->plan.img.nr_extents || sfr__ticket_is_failing_locked(t))
 		return false;
 	extent = &t->plan.img.extents[t->work.next_extent];
 	job = sfr__block_job(t, extent, t->work.next_blk);
@@ -66,7 +66,7 @@ static bool has_queued_enough_locked(const struct sfr_ticket *t)
 	return t->work.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
 }
 
-void sfr__in_place_push_next_locked(struct sfr_ticket *t)
+void sfr__in_place_queue_more_blocks_locked(struct sfr_ticket *t)
 {
 	bool pushed = true;
 
@@ -78,10 +78,10 @@ void sfr__in_place_push_next_locked(struct sfr_ticket *t)
 		pushed = push_next_block_locked(t);
 }
 
-void sfr__in_place_start_writes_locked(struct sfr_ticket *t)
+void sfr__in_place_queue_first_blocks_locked(struct sfr_ticket *t)
 {
 	for (uint32_t i = 0; i < t->engine->opts.nr_writers + NR_AHEAD; i++)
-		sfr__in_place_push_next_locked(t);
+		sfr__in_place_queue_more_blocks_locked(t);
 }
 
 /* Sets job->mem to a block of the pool if one is free, else to a new mapping. Returns 0 or
@@ -132,7 +132,7 @@ static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 	sfr__copy_fence();
 }
 
-int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+int sfr__in_place_prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	int rc;
@@ -146,7 +146,7 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	}
 	rc = get_buffer(t, job, len);
 	if (rc < 0) {
-		sfr__err_set(err, rc, SFR_PHASE_WRITE, "no memory for a buffer");
+		sfr__err_set_if_unset(err, rc, SFR_PHASE_WRITE, "no memory for a buffer");
 		return -1;
 	}
 	fill_buffer(t, job);

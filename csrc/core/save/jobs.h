@@ -28,8 +28,8 @@ struct sfr__job {
 	bool crc_done;  /* the entries' CRCs include its bytes, once they are copied */
 	bool was_put;   /* a writer has put its bytes into the stream */
 	bool in_stream; /* they are in the stream: the caller has not taken them */
-	struct sfr__job *next_parked;  /* the next in the list of jobs that wait for a CRC */
-	struct sfr__host_block staged; /* used while host memory is copied to the block */
+	struct sfr__job *next_parked;        /* the next in the list of jobs that wait for a CRC */
+	struct sfr__host_block_state staged; /* used while host memory is copied to the block */
 };
 
 /* Allocates plan.jobs. plan.nr_blocks is set before. Returns 0 or -ENOMEM. */

@@ -1,10 +1,11 @@
 /* The first half of a save, on the caller's thread: lay out, take a slot, capture, launch.
  *
- *   sfr_save_new      lays out the image; takes no slot and no block yet
- *   sfr_save_begin    records an event on the caller's stream of each device: copies wait for it
- *   sfr_save_admit    takes a slot; a writer begins to open the file
- *   sfr_save_capture  copies captured sources and samples deferred ones
- *   sfr_save_launch   gives the save to the log and the lane; the call may return
+ *   sfr_save_new              lays out the image; takes no slot and no block yet
+ *   sfr_save_begin_transfers  records an event on the caller's stream of each device, for which
+ *                             copies wait
+ *   sfr_save_admit            takes a slot; a writer begins to open the file
+ *   sfr_save_capture          copies captured sources and samples deferred ones
+ *   sfr_save_launch           gives the save to the log and the lane; the call may return
  *
  * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls the
  * caller holds no block and no lock, so a signal handler may make another whole save there. An
@@ -179,7 +180,7 @@ static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 }
 
 /* Returns whether the save is admitted, and neither launched nor abandoned yet. */
-static bool is_in_call_locked(const struct sfr_ticket *t)
+static bool is_admitted_not_launched_locked(const struct sfr_ticket *t)
 {
 	/* An error in the call has changed the state to ENDING. */
 	return (t->state == SFR_CAPTURING || t->state == SFR_ENDING) && !t->facts.launched &&
@@ -193,14 +194,14 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	bool over_limit = false;
 	int rc;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
 	sfr__lock(&engine->mu);
 	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
 	if (rc == 0)
-		rc = sfr__engine_admit_locked(engine, t->flight.unordered, t->flags, deadline,
-					      &over_limit);
+		rc = sfr__engine_wait_for_slot_locked(engine, t->flight.unordered, t->flags,
+						      deadline, &over_limit);
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
@@ -211,7 +212,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 			t->work.joined_pool = true;
 			sfr__pool_add_save(engine->pool, t->plan.nr_whole);
 		}
-		sfr__engine_enter_locked(engine, &t->flight);
+		sfr__engine_add_save_locked(engine, &t->flight);
 		engine->last_seq++;
 		t->seq = engine->last_seq;
 		t->report.over_slots = over_limit;
@@ -221,7 +222,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
 		/* The save may have failed or been cancelled while it was NEW. Its state changes to
 		 * ENDING now. */
-		if (sfr__ticket_failing_locked(t))
+		if (sfr__ticket_is_failing_locked(t))
 			sfr__ticket_fail_locked(t, &t->err);
 	}
 	t->report.slot_wait_ns += sfr__now_ns() - start;
@@ -236,10 +237,10 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
-	if (!is_in_call_locked(t))
+	if (!is_admitted_not_launched_locked(t))
 		rc = SFR_ESTATE;
 	sfr__unlock(&t->engine->mu);
 	if (rc < 0)
@@ -258,7 +259,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (!t->staging.capture_done && !sfr__ticket_is_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
-			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+			sfr__err_set_if_unset(&err, rc, SFR_PHASE_STAGE, NULL);
 			sfr__ticket_fail(t, &err);
 		}
 	}
@@ -271,10 +272,10 @@ int sfr_save_launch(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 	int rc = 0;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
-	if (!is_in_call_locked(t) || !t->staging.capture_done) {
+	if (!is_admitted_not_launched_locked(t) || !t->staging.capture_done) {
 		rc = SFR_ESTATE;
 	} else {
 		t->facts.launched = true;
@@ -286,21 +287,21 @@ int sfr_save_launch(struct sfr_ticket *t)
 		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (t->staging.deferred.extent && !sfr__ticket_failing_locked(t)) {
+		if (t->staging.deferred.extent && !sfr__ticket_is_failing_locked(t)) {
 			t->work.host_copying = true;
 			/* false: its blocks are not leased yet */
 			sfr__host_begin_deferred_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
 			/* Deferred extents come last, so here nothing is deferred. Then no copy can
-			 * be torn, and nobody calls sfr_save_confirm. */
+			 * be torn, and nobody calls sfr_save_give_verdict. */
 			t->facts.torn_check_done = true;
 			/* Devices may still copy, and with in_place writers read the sources. */
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
 		if (t->plan.in_place)
-			sfr__in_place_start_writes_locked(t);
-		sfr__ticket_advance_locked(t);
+			sfr__in_place_queue_first_blocks_locked(t);
+		sfr__ticket_advance_state_locked(t);
 	}
 	sfr__unlock(&engine->mu);
 	if (rc == 0)
@@ -313,18 +314,18 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	struct sfr_err err = { .index = -1 };
 	bool in_call;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return;
-	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
+	sfr__err_set_if_unset(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);
-	in_call = is_in_call_locked(t);
+	in_call = is_admitted_not_launched_locked(t);
 	if (in_call) {
 		t->facts.abandoned = true;
 		t->flight.in_call = false;
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
-		sfr__ticket_advance_locked(t);
+		sfr__ticket_advance_state_locked(t);
 	} else if (t->state == SFR_NEW) { /* no thread works on the save */
 		t->err = err;
 		t->report.ended_ns = sfr__now_ns();

@@ -70,8 +70,8 @@ static int64_t find_torn_in_block(struct sfr__device_state *dev, const struct sf
 }
 
 /* Called when a block is copied (ok), or when the device has died before (!ok). */
-static void end_block(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
-		      struct sfr__block *block, bool ok)
+static void pass_on_or_retire_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+				    uint32_t blk, struct sfr__block *block, bool ok)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_err err = { .index = -1 };
@@ -80,7 +80,7 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 	if (ok && extent == dev->deferred)
 		torn_source = find_torn_in_block(dev, extent, blk, block);
 	if (torn_source >= 0) {
-		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
+		sfr__err_set_if_unset(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn_source;
 	}
 	sfr__lock(&t->engine->mu);
@@ -108,12 +108,12 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 	if (!ok) {
 		/* `why` needs no lock: it is constant once the lane is dead */
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+		sfr__err_set_if_unset(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 		sfr__ticket_fail(dev->ticket, &err);
 	}
 	for (; block; block = next, blk++) {
 		next = block->next;
-		end_block(dev, portion->extent, blk, block, ok);
+		pass_on_or_retire_block(dev, portion->extent, blk, block, ok);
 	}
 }
 
@@ -137,12 +137,13 @@ static void transfer_over(struct sfr__transfer *tr)
 	sfr__cuda_describe_refusals(tr->lane, copies_note, sizeof(copies_note));
 	sfr__lock(&t->engine->mu);
 	t->work.nr_transfers--;
-	sfr__pin_get_note(sfr__pool_get_pin(t->engine->pool),
-			  t->report.fallback[SFR_FALLBACK_PAGEABLE], sizeof(t->report.fallback[0]));
+	sfr__pin_get_fallback_note(sfr__pool_get_pin(t->engine->pool),
+				   t->report.fallback[SFR_FALLBACK_PAGEABLE],
+				   sizeof(t->report.fallback[0]));
 	if (copies_note[0])
 		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], copies_note, sizeof(copies_note));
-	sfr__ticket_check_copied_locked(t);
-	sfr__ticket_advance_locked(t);
+	sfr__ticket_set_copied_if_done_locked(t);
+	sfr__ticket_advance_state_locked(t);
 	sfr__unlock(&t->engine->mu);
 }
 
@@ -155,12 +156,12 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
 /* Leases a block for the device to write to, and registers it with the driver if possible. Returns
  * as sfr__pool_get. The registration takes time, also in the call, but only at a block's first use.
  * A copy to an unregistered block would stop the calling thread until the copy has run. */
-static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
-		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
+static int lease_and_pin_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+			       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_engine *engine = t->engine;
-	int rc = sfr__stream_await_lease(t, extent, blk, slice_ns);
+	int rc = sfr__stream_wait_until_may_lease(t, extent, blk, slice_ns);
 
 	if (rc == 0)
 		rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
@@ -187,7 +188,8 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__seg seg;
 	unsigned nr_blocks = 1; /* in the portion, with this block */
 
-	if (!sfr__transfer_get_portion(tr)) { /* no memory for a portion: the error is in tr->err */
+	if (!sfr__transfer_get_or_make_portion(
+		    tr)) { /* no memory for a portion: the error is in tr->err */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
@@ -202,8 +204,8 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		}
 		/* Not read before the check, because padding has no entry. */
 		src = t->plan.img.entries[seg.entry].src;
-		sfr__transfer_add(tr, (uint64_t)(uintptr_t)dst, (uint64_t)(uintptr_t)src + seg.off,
-				  seg.len, pinned);
+		sfr__transfer_add_copy(tr, (uint64_t)(uintptr_t)dst,
+				       (uint64_t)(uintptr_t)src + seg.off, seg.len, pinned);
 	}
 	if (!tr->portion->memory) {
 		tr->portion->extent = extent;
@@ -216,25 +218,26 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	block->next = NULL;
 	/* A throttled transfer sends small portions: at most one block's copies. */
 	if (tr->throttled || nr_blocks == MAX_BLOCKS_PER_PORTION || tr->err.code)
-		sfr__transfer_send(tr);
+		sfr__transfer_send_portion(tr);
 }
 
 /* Leases and fills block *blk of an extent, and increments *blk. Returns as sfr__pool_get. Sets
  * transfer.err for errors other than SFR_EAGAIN and SFR_EEXHAUSTED. */
-static int fill_next_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
-			   uint32_t *blk, uint64_t slice_ns)
+static int lease_and_fill_next_block(struct sfr__device_state *dev,
+				     const struct sfr__extent *extent, uint32_t *blk,
+				     uint64_t slice_ns)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block *block;
 	uint64_t start;
-	int rc = lease_block(dev, extent, *blk, 0, &block); /* 0: does not wait */
+	int rc = lease_and_pin_block(dev, extent, *blk, 0, &block); /* 0: does not wait */
 
 	if (rc == SFR_EAGAIN) {
 		/* No block is free. Send the copies: blocks may become free only when they are
 		 * done. */
-		sfr__transfer_send(&dev->transfer);
+		sfr__transfer_send_portion(&dev->transfer);
 		start = sfr__now_ns();
-		rc = lease_block(dev, extent, *blk, slice_ns, &block);
+		rc = lease_and_pin_block(dev, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
 		if (extent == dev->captured) /* block_wait_ns counts only waits in the call */
 			t->report.block_wait_ns += sfr__now_ns() - start;
@@ -244,7 +247,7 @@ static int fill_next_block(struct sfr__device_state *dev, const struct sfr__exte
 		fill_block(dev, extent, *blk, block);
 		++*blk;
 	} else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED) {
-		sfr__err_set(&dev->transfer.err, rc, SFR_PHASE_STAGE, NULL);
+		sfr__err_set_if_unset(&dev->transfer.err, rc, SFR_PHASE_STAGE, NULL);
 	}
 	return rc;
 }
@@ -258,7 +261,7 @@ static void compute_check_crcs(struct sfr__device_state *dev)
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__source_to_sample *sources = sfr__extent_list_sources(t, extent);
 	/* false if there is no memory, also for `sources` */
-	bool ok = sfr__transfer_get_store(tr, sources, extent->nr_lane_entries);
+	bool ok = sfr__transfer_get_sample_store(tr, sources, extent->nr_lane_entries);
 	uint64_t len;
 
 	sfr_sys.free(sources);
@@ -270,8 +273,8 @@ static void compute_check_crcs(struct sfr__device_state *dev)
 			const uint64_t left = entry->nbytes - off;
 
 			len = left < tr->store.len ? left : tr->store.len;
-			ok = sfr__transfer_fetch(tr, (uint64_t)(uintptr_t)entry->src + off,
-						 (size_t)len);
+			ok = sfr__transfer_fetch_to_store(tr, (uint64_t)(uintptr_t)entry->src + off,
+							  (size_t)len);
 			if (ok)
 				t->staging.check_crcs[i] = sfr_crc32(t->staging.check_crcs[i],
 								     tr->store.mem, (size_t)len);
@@ -321,23 +324,25 @@ int sfr__device_states_new(struct sfr_ticket *t)
 	return 0;
 }
 
-int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams)
+int sfr_save_begin_transfers(struct sfr_ticket *t, const struct sfr_device_stream *streams,
+			     uint32_t nr_streams)
 {
 	struct sfr_err err = { .index = -1 };
 	uint32_t nr_begun = 0; /* transfers */
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__transfer *tr = &t->staging.devices[i].transfer;
-		const struct sfr_stream *stream =
+		const struct sfr_device_stream *stream =
 			sfr__find_stream(streams, nr_streams, t->staging.devices[i].device);
 		int rc;
 
 		if (!stream)
 			return SFR_ESTATE;
-		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->staging.devices[i].device,
-					 SFR__CUDA_OUT, (CUstream)(uintptr_t)stream->handle);
+		rc = sfr__transfer_begin_after_stream(tr, &t->engine->cuda_lanes,
+						      t->staging.devices[i].device, SFR__CUDA_OUT,
+						      (CUstream)(uintptr_t)stream->handle);
 		if (rc < 0)
 			return rc;
 		sfr__transfer_leave_context(tr);
@@ -368,9 +373,10 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	while (extent && dev->capture_blk < extent->nr_lane_blocks) {
 		if (rc != 0 || tr->err.code || sfr__ticket_is_failing(t))
 			break;
-		rc = fill_next_block(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
+		rc = lease_and_fill_next_block(dev, extent, &dev->capture_blk,
+					       sfr__time_left(deadline));
 	}
-	sfr__transfer_send(tr);
+	sfr__transfer_send_portion(tr);
 	fail_save_on_error(dev);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
@@ -380,10 +386,11 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	if (dev->deferred && t->staging.check_crcs)
 		compute_check_crcs(dev);
 	if (dev->deferred && !tr->err.code) /* the sum is a seed: other lines each time */
-		sfr__transfer_sample(tr, sfr__extent_list_sources(t, dev->deferred),
-				     dev->deferred->nr_lane_entries, t->seq + t->report.created_ns);
-	sfr__transfer_mark_captured(tr);
-	sfr__transfer_send(tr); /* the samples */
+		sfr__transfer_queue_sample_copies(tr, sfr__extent_list_sources(t, dev->deferred),
+						  dev->deferred->nr_lane_entries,
+						  t->seq + t->report.created_ns);
+	sfr__transfer_make_stream_wait(tr);
+	sfr__transfer_send_portion(tr); /* the samples */
 	fail_save_on_error(dev);
 	return 0;
 }
@@ -396,7 +403,7 @@ int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		struct sfr__device_state *dev = &t->staging.devices[i];
 		int rc = 0;
 
-		if (sfr__transfer_enter(&dev->transfer)) {
+		if (sfr__transfer_enter_context(&dev->transfer)) {
 			rc = capture_on_device(dev, deadline);
 			sfr__transfer_leave_context(&dev->transfer);
 		}
@@ -418,7 +425,7 @@ static void end_queueing(struct sfr__device_state *dev)
 	dev->ticket->work.nr_queueing--;
 	pthread_cond_broadcast(&engine->cv_state); /* the gate waits for nr_queueing == 0 */
 	sfr__unlock(&engine->mu);
-	sfr__transfer_end(&dev->transfer);
+	sfr__transfer_end_queueing(&dev->transfer);
 }
 
 void sfr__device_states_queue_deferred(struct sfr_ticket *t)
@@ -429,7 +436,7 @@ void sfr__device_states_queue_deferred(struct sfr_ticket *t)
 		struct sfr__device_state *dev = &t->staging.devices[i];
 
 		if (!dev->transfer.lane)
-			continue; /* sfr_save_begin has begun no transfer */
+			continue; /* sfr_save_begin_transfers has begun no transfer */
 		if (!is_failing && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
 			sfr__cuda_push_task(dev->transfer.lane, &dev->task);
 		else
@@ -456,17 +463,18 @@ static void stage_deferred(struct sfr__task *task)
 			break;
 		tr->throttled = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->throttled)
-			sfr__cuda_throttle(lane, t->seq); /* waits until few copies are in flight */
+			sfr__cuda_wait_while_throttled(
+				lane, t->seq); /* waits until few copies are in flight */
 		else
 			sfr__cuda_poll(lane); /* frees blocks of completed copies */
 		/* The wait for a block is short, because this thread must poll: that makes the
 		 * blocks of completed copies free. */
-		if (!sfr__transfer_device_is_dead(tr))
-			rc = fill_next_block(dev, dev->deferred, &blk, POLL_NS);
+		if (!sfr__transfer_fail_if_device_dead(tr))
+			rc = lease_and_fill_next_block(dev, dev->deferred, &blk, POLL_NS);
 	}
 	if (rc == SFR_EEXHAUSTED) /* unlike in the call, nobody can try again: the save fails */
-		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
-	sfr__transfer_mark_staged(tr); /* records S, before the gate uses it */
+		sfr__err_set_if_unset(&tr->err, rc, SFR_PHASE_STAGE, NULL);
+	sfr__transfer_send_and_record_staged(tr); /* records S, before the gate uses it */
 	fail_save_on_error(dev);
 	end_queueing(dev);
 }

@@ -91,8 +91,8 @@ int64_t sfr__find_torn_by_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry)
 {
 	if (entry < t->plan.img.nr_entries)
-		sfr__host_prefetch(t->plan.img.entries[entry].src,
-				   t->plan.img.entries[entry].nbytes);
+		sfr__host_prefetch_first_lines(t->plan.img.entries[entry].src,
+					       t->plan.img.entries[entry].nbytes);
 }
 
 void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
@@ -113,8 +113,8 @@ static bool range_contains_entry(const struct sfr__image_entry *entry, uint64_t 
 
 /* Copies a segment's bytes. `is_sole_user`: no other thread uses the entry, so no lock is needed.
  * `with_crc`: also computes their CRC. Returns the index of the source if it is torn, else -1. */
-static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst,
-			 bool is_sole_user, bool with_crc)
+static int64_t copy_segment_and_check_torn(struct sfr_ticket *t, const struct sfr__seg *seg,
+					   char *dst, bool is_sole_user, bool with_crc)
 {
 	struct sfr__image_entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
@@ -139,7 +139,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	return sfr__find_torn_source(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
-/* ---- callbacks for stage/host.c; struct sfr__host_ops has their contracts ---- */
+/* ---- callbacks for stage/host.c; struct sfr__host_copy_ops has their contracts ---- */
 
 static struct sfr__extent_copy *extent_copy_of(struct sfr__host_copy *copy)
 {
@@ -153,7 +153,7 @@ static struct sfr__job *job_of(struct sfr__host_copy *copy, uint32_t blk)
 	return sfr__block_job(extent_copy->ticket, extent_copy->extent, blk);
 }
 
-static struct sfr__host_block *block_state(struct sfr__host_copy *copy, uint32_t blk)
+static struct sfr__host_block_state *block_state(struct sfr__host_copy *copy, uint32_t blk)
 {
 	return &job_of(copy, blk)->staged;
 }
@@ -213,7 +213,8 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		}
 		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
 		is_sole_user = range_contains_entry(&t->plan.img.entries[seg.entry], from, it.end);
-		torn_source = copy_data(t, &seg, dst, is_sole_user, job->crc_done);
+		torn_source =
+			copy_segment_and_check_torn(t, &seg, dst, is_sole_user, job->crc_done);
 		if (first_torn < 0)
 			first_torn = torn_source;
 	}
@@ -222,14 +223,14 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 static bool is_failing_locked(struct sfr__host_copy *copy)
 {
-	return sfr__ticket_failing_locked(extent_copy_of(copy)->ticket);
+	return sfr__ticket_is_failing_locked(extent_copy_of(copy)->ticket);
 }
 
 static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 {
 	struct sfr_err err = { .index = -1 };
 
-	sfr__err_set(&err, code, SFR_PHASE_STAGE, code == SFR_ETORN ? "samples" : NULL);
+	sfr__err_set_if_unset(&err, code, SFR_PHASE_STAGE, code == SFR_ETORN ? "samples" : NULL);
 	err.index = source;
 	sfr__ticket_fail_locked(extent_copy_of(copy)->ticket, &err);
 }
@@ -251,12 +252,12 @@ static void finish_host_copy(struct sfr__host_copy *copy)
 
 	sfr__lock(&engine->mu);
 	t->work.host_copying = false;
-	sfr__ticket_check_copied_locked(t);
-	sfr__ticket_advance_locked(t);
+	sfr__ticket_set_copied_if_done_locked(t);
+	sfr__ticket_advance_state_locked(t);
 	sfr__unlock(&engine->mu);
 }
 
-static const struct sfr__host_ops ops = {
+static const struct sfr__host_copy_ops ops = {
 	.block = block_state,
 	.block_len = block_len,
 	.may_lease_locked = may_lease_locked,

@@ -2,7 +2,8 @@
  * object store. There is no temporary file, no sync and no rename.
  *
  *   writers   make a block or the tail final (checksums, descriptors), and put it into the stream
- *   caller    sfr_stream_next takes the next piece, sfr_stream_give_back returns its memory
+ *   caller    takes the next piece (sfr_stream_take_next_piece) and gives its memory back
+ *             (sfr_stream_give_back)
  *
  *     0       given back     taken by the caller    put, not taken     not put yet
  *     |--------------------|----------------------|-----------------|-------------|
@@ -21,14 +22,14 @@
 #include "save/write.h"
 
 /* Takes the edge page that begins at `sent`. */
-static void take_edge_page_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static void take_edge_page_locked(struct sfr_ticket *t, struct sfr_file_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint32_t i = 0;
 
 	while (img->edges[i] != t->stream.sent)
 		i++;
-	*piece = (struct sfr_piece){
+	*piece = (struct sfr_file_piece){
 		.mem = t->plan.edges + (size_t)i * SFR_PAGE,
 		.len = (size_t)sfr__image_bytes_in_file(img, t->stream.sent,
 							t->stream.sent + SFR_PAGE),
@@ -39,9 +40,9 @@ static void take_edge_page_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 }
 
 /* Takes the end, an empty piece. When the caller gives it back, the save may end. */
-static void take_end_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static void take_end_piece_locked(struct sfr_ticket *t, struct sfr_file_piece *piece)
 {
-	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
+	*piece = (struct sfr_file_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
 	t->facts.synced = true; /* there is no file to sync */
 	t->work.nr_jobs++;
@@ -49,22 +50,22 @@ static void take_end_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 
 /* Takes the `len` bytes at `mem`, which belong to a job and are at offset `off` of the file. */
 static void take_job_as_piece_locked(struct sfr__job *job, uint64_t off, const char *mem,
-				     size_t len, struct sfr_piece *piece)
+				     size_t len, struct sfr_file_piece *piece)
 {
-	*piece = (struct sfr_piece){ .mem = mem, .len = len, .off = off, .owner = job };
+	*piece = (struct sfr_file_piece){ .mem = mem, .len = len, .off = off, .owner = job };
 	job->in_stream = false;
 }
 
 /* Takes the next piece, which begins at offset `sent` of the file. Returns false if a writer has
  * not put its bytes into the stream yet. */
-static bool take_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static bool take_piece_locked(struct sfr_ticket *t, struct sfr_file_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	struct sfr__job *job;
 	uint64_t from, to, block_off;
 
 	if (t->stream.ended) { /* the save may have ended and freed the jobs */
-		*piece = (struct sfr_piece){ .off = img->len };
+		*piece = (struct sfr_file_piece){ .off = img->len };
 		return true;
 	}
 	for (; t->stream.next_blk < t->plan.nr_blocks; t->stream.next_blk++) {
@@ -100,16 +101,17 @@ static bool take_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	return true;
 }
 
-int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece)
+int sfr_stream_take_next_piece(struct sfr_ticket *t, uint64_t slice_ns,
+			       struct sfr_file_piece *piece)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
 	while (rc == 0) {
-		if (!sfr__ticket_is_stream(t) || sfr__ticket_failing_locked(t))
+		if (!sfr__ticket_is_stream(t) || sfr__ticket_is_failing_locked(t))
 			rc = SFR_ESTATE;
 		else if (t->state >= SFR_CAPTURING && take_piece_locked(t, piece))
 			break;
@@ -122,22 +124,22 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 	return rc;
 }
 
-void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
+void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_file_piece *piece)
 {
 	/* The owner is the job whose memory it is. For an edge page, and for the empty piece at
 	 * the end, it is the ticket. */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
-	if (piece->owner == NULL || sfr__ticket_is_foreign(t))
+	if (piece->owner == NULL || sfr__ticket_is_inherited(t))
 		return;
 	if (job != NULL)
 		sfr__release_block(t, job);
 	sfr__lock(&t->engine->mu);
 	t->facts.written_nbytes += piece->len;
 	if (job != NULL && t->plan.in_place)
-		sfr__in_place_push_next_locked(t);
+		sfr__in_place_queue_more_blocks_locked(t);
 	t->work.nr_jobs--;
-	sfr__ticket_advance_locked(t);
+	sfr__ticket_advance_state_locked(t);
 	sfr__unlock(&t->engine->mu);
 	piece->owner = NULL;
 }

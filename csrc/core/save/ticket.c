@@ -9,28 +9,29 @@
  *                   ├──▶ FAILED
  *                   └──▶ CANCELLED
  *
- *   arrow                    taken by                      when
- *   NEW -> CAPTURING         sfr_save_admit                it has a slot
- *   NEW -> CANCELLED         sfr_save_abandon              its call raises before that
- *   CAPTURING -> STAGING     sfr_save_launch               captured, and appended to the log
- *   CAPTURING..READY         sfr__ticket_fail_locked       there is an error, or a cancel
+ *   arrow                  taken by                          when
+ *   NEW -> CAPTURING       sfr_save_admit                    it has a slot
+ *   NEW -> CANCELLED       sfr_save_abandon                  its call raises before that
+ *   CAPTURING -> STAGING   sfr_save_launch                   captured, and appended to the log
+ *   CAPTURING..READY       sfr__ticket_fail_locked           there is an error, or a cancel
  *     -> ENDING
- *   STAGING -> STAGED        sfr__ticket_advance_locked       copied, and checked for torn copies
- *   STAGED -> WRITING        sfr__ticket_advance_locked       every block is written
- *   WRITING -> READY         sfr__ticket_advance_locked       tail written, file synced
- *   READY -> COMMITTING      sfr__ticket_begin_commit      at the head of the log, or unordered
- *   COMMITTING -> DURABLE    sfr__ticket_finish            renamed, directory synced
- *   COMMITTING -> FAILED     sfr__ticket_finish            the rename or the sync failed
- *   ENDING -> CANCELLED      sfr__ticket_finish            CLEAN has run; cancelled or abandoned
- *   ENDING -> FAILED         sfr__ticket_finish            CLEAN has run; any other error
+ *   STAGING -> STAGED      sfr__ticket_advance_state_locked  copied, and checked for torn copies
+ *   STAGED -> WRITING      sfr__ticket_advance_state_locked  every block is written
+ *   WRITING -> READY       sfr__ticket_advance_state_locked  tail written, file synced
+ *   READY -> COMMITTING    sfr__ticket_begin_commit          at the head of the log, or unordered
+ *   COMMITTING -> DURABLE  sfr__ticket_finish                renamed, directory synced
+ *   COMMITTING -> FAILED   sfr__ticket_finish                the rename or the sync failed
+ *   ENDING -> CANCELLED    sfr__ticket_finish                CLEAN has run; cancelled or abandoned
+ *   ENDING -> FAILED       sfr__ticket_finish                CLEAN has run; any other error
  *
  * Invariants
  *   1. The first error is kept, and changes the state to ENDING. If the state is NEW, it changes
  *      when the save is admitted.
  *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
  *      save gives memory back only after a running copy into it has ended.
- *   3. Writing the tail and the sync do not wait for the check for torn copies (sfr_save_confirm).
- *      The rename waits for it: READY comes after STAGED, and STAGED needs the check.
+ *   3. Writing the tail and the sync do not wait for the check for torn copies
+ *      (sfr_save_give_verdict). The rename waits for it: READY comes after STAGED, and STAGED needs
+ *      the check.
  *   4. From CAPTURING to the end the engine counts the save as in flight and holds a reference to
  *      the ticket. The reference then passes to the notice that reports the end.
  *   5. A save ends only when no job of it is queued or running. So jobs need no reference. A job
@@ -98,7 +99,7 @@ void sfr_ticket_get(struct sfr_ticket *t)
 
 void sfr_ticket_put(struct sfr_ticket *t)
 {
-	if (!t || sfr__ticket_is_foreign(t))
+	if (!t || sfr__ticket_is_inherited(t))
 		return;
 	if (atomic_fetch_sub_explicit(&t->refs, 1, memory_order_acq_rel) == 1)
 		sfr__ticket_free(t);
@@ -131,7 +132,7 @@ void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
 
 bool sfr__ticket_is_failing(struct sfr_ticket *t)
 {
-	return sfr__under(&t->engine->mu, sfr__ticket_failing_locked(t));
+	return sfr__under(&t->engine->mu, sfr__ticket_is_failing_locked(t));
 }
 
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
@@ -152,7 +153,7 @@ static void leave_pool_locked(struct sfr_ticket *t)
 	t->work.joined_pool = false;
 }
 
-void sfr__ticket_advance_locked(struct sfr_ticket *t)
+void sfr__ticket_advance_state_locked(struct sfr_ticket *t)
 {
 	const bool all_written = t->facts.blocks_written == t->plan.nr_blocks;
 
@@ -187,11 +188,11 @@ void sfr__ticket_advance_locked(struct sfr_ticket *t)
 	}
 }
 
-void sfr__ticket_check_copied_locked(struct sfr_ticket *t)
+void sfr__ticket_set_copied_if_done_locked(struct sfr_ticket *t)
 {
 	if (t->work.host_copying || t->work.nr_transfers != 0)
 		return;
-	if (!sfr__ticket_failing_locked(t))
+	if (!sfr__ticket_is_failing_locked(t))
 		t->facts.copied = true;
 	/* A failed save also reports that its sources may be used again. */
 	pthread_cond_broadcast(&t->engine->cv_state);
@@ -227,7 +228,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	       sizeof(t->file.why_unsynced));
 	t->report.ended_ns = sfr__now_ns();
 	leave_pool_locked(t); /* a failed save may not have queued its tail */
-	sfr__engine_leave_locked(engine, &t->flight);
+	sfr__engine_remove_save_locked(engine, &t->flight);
 	/* The state is set before the log reports the end: a thread that has waited for the log
 	 * reads the state without a lock. */
 	if (!succeeded)
@@ -244,7 +245,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 
 /* ---- what has been reached, confirm, cancel, report ---- */
 
-bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what)
+bool sfr__ticket_has_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what)
 {
 	if (has_ended(t))
 		return true;
@@ -266,18 +267,18 @@ bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for wh
 
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t)
 {
-	if (sfr__ticket_reached_locked(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t))
+	if (sfr__ticket_has_reached_locked(t, SFR_WAIT_COPIED) || sfr__ticket_is_failing_locked(t))
 		return true;
 	/* Copies that a device still runs are queued, so a stream can wait for them. */
 	return t->facts.launched && !t->work.host_copying && t->work.nr_queueing == 0;
 }
 
-int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
+int sfr_save_give_verdict(struct sfr_ticket *t, int64_t torn_index)
 {
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
 	if (t->facts.torn_check_done || !sfr__ticket_gate_is_open_locked(t) ||
@@ -286,11 +287,11 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 	} else {
 		t->facts.torn_check_done = true;
 		if (torn_index >= 0) {
-			sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "version");
+			sfr__err_set_if_unset(&err, SFR_ETORN, SFR_PHASE_STAGE, "version");
 			err.index = torn_index;
 			sfr__ticket_fail_locked(t, &err);
 		}
-		sfr__ticket_advance_locked(t);
+		sfr__ticket_advance_state_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
 	return rc;
@@ -301,13 +302,13 @@ int sfr_save_cancel(struct sfr_ticket *t)
 	struct sfr_err err = { .index = -1 };
 	int is_cancelled;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
-	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
+	sfr__err_set_if_unset(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
 	sfr__lock(&t->engine->mu);
 	if (t->state < SFR_COMMITTING) {
 		sfr__ticket_fail_locked(t, &err);
-		sfr__ticket_advance_locked(t);
+		sfr__ticket_advance_state_locked(t);
 	}
 	is_cancelled = t->err.code == SFR_ECANCELLED; /* also by an earlier call */
 	sfr__unlock(&t->engine->mu);
@@ -316,7 +317,7 @@ int sfr_save_cancel(struct sfr_ticket *t)
 
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged)
 {
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	*state = t->state;
 	/* ENDING is before DURABLE in the enum, but its saves have failed. */
@@ -326,7 +327,7 @@ int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *stage
 
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes)
 {
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	*written_nbytes = t->facts.written_nbytes;
 	*nbytes = t->plan.img.len; /* constant */
@@ -338,7 +339,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	bool needs_lock;
 
 	memset(out, 0, sizeof(*out));
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
 	/* Once the save is over, nothing changes any more. */
 	needs_lock = !atomic_load_explicit(&t->over, memory_order_acquire);

@@ -31,15 +31,15 @@ struct sfr__save_plan {
 	void (*run_job)(struct sfr__task *task);
 };
 
-/* The events of the save so far, in any order. sfr__ticket_advance_locked derives the state from
- * these facts. */
-struct sfr__save_facts {
+/* The events of the save so far, in any order. sfr__ticket_advance_state_locked derives the state
+ * from these facts. */
+struct sfr__save_milestones {
 	bool opened;          /* the temporary file is open; for a stream: the OPEN job has run */
 	bool launched;        /* sfr_save_launch was called */
 	bool abandoned;       /* sfr_save_abandon was called */
 	bool tail_queued;     /* the TAIL job was queued */
 	bool synced;          /* the file is synced; for a stream: its last piece was taken */
-	bool torn_check_done; /* sfr_save_confirm was called, or nothing is deferred */
+	bool torn_check_done; /* sfr_save_give_verdict was called, or nothing is deferred */
 	atomic_bool copied;   /* every source is copied; also read without the lock */
 	/* Written to the file. For a stream: blocks that writers have put into it, and bytes that
 	 * its caller has sent and given back. */
@@ -68,7 +68,7 @@ struct sfr__save_staging {
 };
 
 /* The work that other threads do for the save. When the save ends, all of it is done. */
-struct sfr__save_work {
+struct sfr__save_pending_work {
 	bool host_copying;       /* deferred bytes of the host are still to be copied */
 	uint32_t nr_transfers;   /* devices whose transfer has begun and is not over */
 	uint32_t nr_queueing;    /* devices to which copies may still be queued */
@@ -105,9 +105,9 @@ struct sfr_ticket {
 	struct sfr_err err;           /* the first error */
 
 	struct sfr__save_plan plan;
-	struct sfr__save_facts facts;
+	struct sfr__save_milestones facts;
 	struct sfr__save_staging staging;
-	struct sfr__save_work work;
+	struct sfr__save_pending_work work;
 	struct sfr__save_stream stream;
 	struct sfr_report report; /* except `state` and `err`, which sfr_save_report adds */
 
@@ -125,7 +125,7 @@ unsigned sfr__ticket_nr_transitions(enum sfr_state from, enum sfr_state to);
 /* Sets the state, and wakes threads that wait for it. Nothing else changes the state. */
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
 /* Returns whether a wait for `what` is over: the save has reached this point, or has ended. */
-bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what);
+bool sfr__ticket_has_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* Records an error; only the first error is kept. Changes the state to ENDING, unless the save is
  * not admitted yet, or is being renamed already. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
@@ -133,7 +133,7 @@ void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
 bool sfr__ticket_is_failing(struct sfr_ticket *t);
 /* Derives the state from t->facts, and queues the jobs that are possible now. Called after every
  * change of t->facts or t->work. */
-void sfr__ticket_advance_locked(struct sfr_ticket *t);
+void sfr__ticket_advance_state_locked(struct sfr_ticket *t);
 /* Changes the state from READY to COMMITTING. Returns false if the state is not READY, because the
  * save was cancelled. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
@@ -143,7 +143,7 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 /* Called when a lane has ended its copies. Does nothing while another lane copies. Otherwise sets
  * facts.copied, unless the save is failing, and posts the notice COPIED. */
-void sfr__ticket_check_copied_locked(struct sfr_ticket *t);
+void sfr__ticket_set_copied_if_done_locked(struct sfr_ticket *t);
 /* Returns whether the next optimizer step may run: every copy has ended or is queued on a device,
  * or the save is failing. */
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
@@ -151,7 +151,7 @@ bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
 
 /* Returns whether the save has an error. Its file will not be renamed. */
-static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
+static inline bool sfr__ticket_is_failing_locked(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
 }
@@ -169,7 +169,7 @@ static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
 }
 
 /* Returns whether this process inherited the ticket by a fork. It must then not be touched. */
-static inline bool sfr__ticket_is_foreign(const struct sfr_ticket *t)
+static inline bool sfr__ticket_is_inherited(const struct sfr_ticket *t)
 {
 	return t->fork_generation != sfr_fork_generation();
 }

@@ -3,14 +3,14 @@
 
 static bool is_copied(const void *ticket)
 {
-	return sfr__ticket_reached_locked(ticket, SFR_WAIT_COPIED);
+	return sfr__ticket_has_reached_locked(ticket, SFR_WAIT_COPIED);
 }
 
-int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
+int sfr_save_has_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 {
 	enum sfr_state state = t->state;
 
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return 0;
 	if (atomic_load_explicit(&t->over, memory_order_acquire))
 		return 1;
@@ -28,21 +28,22 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 	sfr__lock(&t->engine->mu);
 	/* Helps to copy. The result does not matter: the loop waits for what is left. */
 	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
-		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
-	while (!sfr__ticket_reached_locked(t, what) && rc == 0)
+		(void)sfr__host_help_and_wait_locked(&t->staging.deferred.copy, deadline_ns,
+						     is_copied, t);
+	while (!sfr__ticket_has_reached_locked(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
-	rc = sfr__ticket_reached_locked(t, what) ? 0 : SFR_EAGAIN;
+	rc = sfr__ticket_has_reached_locked(t, what) ? 0 : SFR_EAGAIN;
 	sfr__unlock(&t->engine->mu);
 	return rc;
 }
 
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
 {
-	if (sfr__ticket_is_foreign(t))
+	if (sfr__ticket_is_inherited(t))
 		return SFR_EFORK;
-	if (sfr_save_reached(t, what))
+	if (sfr_save_has_reached(t, what))
 		return 0;
 	if (what == SFR_WAIT_ENDED && slice_ns == 0)
-		return SFR_EAGAIN; /* sfr_save_reached is exact here, so no lock is needed */
+		return SFR_EAGAIN; /* sfr_save_has_reached is exact here, so no lock is needed */
 	return sfr__ticket_wait(t, what, slice_ns != 0 ? sfr__deadline(slice_ns) : 0);
 }

@@ -28,9 +28,9 @@ static bool wait_until_opened(struct sfr_ticket *t)
 	bool ok;
 
 	sfr__lock(&engine->mu);
-	while (!t->facts.opened && !sfr__ticket_failing_locked(t))
+	while (!t->facts.opened && !sfr__ticket_is_failing_locked(t))
 		(void)sfr__cond_wait(&engine->cv_state, &engine->mu, SFR_FOREVER);
-	ok = t->facts.opened && !sfr__ticket_failing_locked(t);
+	ok = t->facts.opened && !sfr__ticket_is_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	return ok;
 }
@@ -87,7 +87,7 @@ static void add_block_crcs(struct sfr_ticket *t, struct sfr__job *job)
 /* Returns whether the CRCs of all descriptors in a block are complete. Checks only the first entry,
  * which may have begun in an earlier block. The CRCs of the others were computed with this block,
  * because they begin in it. */
-static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
+static bool are_descriptor_crcs_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__image_entry *entry;
 	struct sfr__seg_iter it;
@@ -103,19 +103,19 @@ static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struc
 
 /* Returns true if all CRCs that the block contains are known, or if the save is failing. Otherwise
  * parks the block and returns false. */
-static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
+static bool park_block_unless_crcs_known(struct sfr_ticket *t, struct sfr__job *job)
 {
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	bool known;
 
 	sfr__lock(&t->engine->mu);
-	if (sfr__ticket_failing_locked(t))
+	if (sfr__ticket_is_failing_locked(t))
 		known = true;
 	else if (t->plan.in_place)
 		known = sfr__image_crc_fields_known(&t->plan.img, off, len);
 	else
-		known = are_descriptors_known_locked(t, job);
+		known = are_descriptor_crcs_known_locked(t, job);
 	if (!known) {
 		job->next_parked = t->work.parked;
 		t->work.parked = job;
@@ -125,7 +125,7 @@ static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 }
 
 /* Writes the CRCs that the block contains into its memory. */
-static void put_crcs(struct sfr_ticket *t, const struct sfr__job *job)
+static void put_crcs_into_block(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
@@ -140,23 +140,23 @@ static void put_crcs(struct sfr_ticket *t, const struct sfr__job *job)
 	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DESC)
-			sfr__image_put_desc(&t->plan.img, seg.entry, seg.off, seg.len,
-					    job->mem + seg.pos);
+			sfr__image_put_descriptor(&t->plan.img, seg.entry, seg.off, seg.len,
+						  job->mem + seg.pos);
 }
 
 /* Makes the block's bytes final, except for the CRCs in it. Returns false if the block is parked:
  * then another thread may have it already. Returns true otherwise, also after a failure, with *err
  * set. */
-static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+static bool finalise_or_park_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	if (!t->plan.img.has_crcs || sfr__ticket_is_failing(t))
 		return true;
 	/* job->mem is set already if the block was parked before */
-	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
+	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare_block(t, job, err) < 0)
 		return true; /* not parked; *err is set */
 	if (!job->crc_done)
 		add_block_crcs(t, job);
-	return park_unless_known(t, job);
+	return park_block_unless_crcs_known(t, job);
 }
 
 void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
@@ -218,7 +218,7 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	const struct sfr__image *img = &t->plan.img;
 	uint64_t off = sfr__image_block_off(img, job->extent, job->blk), from, to;
 
-	sfr__image_unshared_pages(img, job->extent, job->blk, &from, &to);
+	sfr__image_block_unshared_range(img, job->extent, job->blk, &from, &to);
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
 		return -1;
@@ -237,16 +237,16 @@ static bool write_and_release_block(struct sfr_ticket *t, struct sfr__job *job, 
 		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);
 	bool written = false;
 
-	if (!prepare_block(t, job, err)) {
+	if (!finalise_or_park_block(t, job, err)) {
 		span.number = 0; /* drops the span: the block gets one when it is resumed */
 		return false;
 	}
 	if (err->code == 0 && wait_until_opened(t)) {
-		put_crcs(t, job);
+		put_crcs_into_block(t, job);
 		copy_to_edge_pages(t, job);
 		if (!sfr__ticket_is_stream(t))
 			written = write_block(t, job, &nbytes, err) == 0;
-		else if (sfr__stream_put(t, job))
+		else if (sfr__stream_put_job(t, job))
 			return false; /* the stream owns the block, and counts it as written */
 	}
 	sfr__release_block(t, job);
@@ -256,7 +256,7 @@ static bool write_and_release_block(struct sfr_ticket *t, struct sfr__job *job, 
 		t->facts.written_nbytes += nbytes;
 	}
 	if (t->plan.in_place && err->code == 0)
-		sfr__in_place_push_next_locked(t);
+		sfr__in_place_queue_more_blocks_locked(t);
 	sfr__unlock(&engine->mu);
 	return true;
 }
@@ -287,7 +287,7 @@ static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		return 0;
 	tail = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (tail == MAP_FAILED) {
-		sfr__err_set(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");
+		sfr__err_set_if_unset(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");
 		return -1;
 	}
 	job->mem = tail;
@@ -322,7 +322,7 @@ static bool write_or_stream_tail(struct sfr_ticket *t, struct sfr__job *job, str
 	if (wait_until_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {
-			if (sfr__ticket_is_stream(t) && sfr__stream_put(t, job))
+			if (sfr__ticket_is_stream(t) && sfr__stream_put_job(t, job))
 				return false;
 			if (!sfr__ticket_is_stream(t))
 				write_tail(t, job, err);
@@ -364,6 +364,6 @@ void sfr__job_run(struct sfr__task *task)
 	t->work.nr_jobs--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
-	sfr__ticket_advance_locked(t);
+	sfr__ticket_advance_state_locked(t);
 	sfr__unlock(&engine->mu);
 }

@@ -15,13 +15,13 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 /* Returns the block size of a save of parts: at most the pool's. */
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
 /* Queues the first blocks of a save of parts. */
-void sfr__in_place_start_writes_locked(struct sfr_ticket *t);
+void sfr__in_place_queue_first_blocks_locked(struct sfr_ticket *t);
 /* Called after a block was written: queues the next block. For a stream, queues blocks until as
  * many bytes are queued as the caller sends at a time. */
-void sfr__in_place_push_next_locked(struct sfr_ticket *t);
+void sfr__in_place_queue_more_blocks_locked(struct sfr_ticket *t);
 /* Called by a writer before it writes a block: sets job->mem to the memory to write. If it copies
  * the bytes, also adds their CRCs. Returns 0, or -1 with the reason in *err. */
-int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
+int sfr__in_place_prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
 /* Frees memory that the job has mapped itself, if any. */
 void sfr__in_place_unmap(struct sfr__job *job);
 

@@ -25,7 +25,7 @@
 struct sfr_arrivals; /* a group of files that the same threads fetch */
 
 /* Bytes of a file that a reader waits for. */
-struct sfr_wanted {
+struct sfr_arrivals_wanted_range {
 	uint64_t number;   /* identifies the file; sfr_arrivals_open has returned it */
 	uint64_t off, len; /* the range in the file */
 };
@@ -37,7 +37,8 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 /* Waits until a reader needs bytes that no thread is fetching. Returns 0 if a reader does: then the
  * caller must fetch them, and call sfr_arrivals_put or sfr_arrivals_fail. Else returns SFR_EAGAIN,
  * SFR_EFORK, or SFR_ECLOSED when the group has ended. */
-int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
+int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns,
+		      struct sfr_arrivals_wanted_range *out);
 /* Hands over the bytes that sfr_arrivals_next has asked for. Returns 0, or:
  *
  *   SFR_ECLOSED    nobody needs the bytes any more
@@ -58,6 +59,6 @@ void sfr_arrivals_free(struct sfr_arrivals *group); /* ends the group first; acc
 
 /* Waits until all bytes of an arriving file have been fetched, and keeps them in memory. Returns 0,
  * SFR_EAGAIN, -EIO or SFR_EFORK. For any other descriptor returns 0 at once. */
-int sfr_arrivals_fill(int fd, uint64_t slice_ns);
+int sfr_arrivals_wait_for_whole_file(int fd, uint64_t slice_ns);
 
 #endif

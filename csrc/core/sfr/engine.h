@@ -13,8 +13,9 @@ struct sfr_engine_opts {
 	uint64_t block_bytes;   /* a multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
-	uint32_t shared_memory; /* 1: other processes can map the pool (sfr_snapshot_file) */
-	uint32_t nr_copiers;    /* threads that help with a copy while a call or a step waits */
+	/* 1: other processes can map the pool (sfr_snapshot_locate_in_file) */
+	uint32_t shared_memory;
+	uint32_t nr_copiers; /* threads that help with a copy while a call or a step waits */
 	/* All default pools of the process share budget_bytes. A new one gets what is left of them
 	 * as its cap: at most most_bytes, at least one block, and halved until the system accepts
 	 * it. */
@@ -32,7 +33,7 @@ struct sfr_stats {
 };
 
 /* Returns how many bytes all pools of this process have obtained from the system. */
-uint64_t sfr_pools_hold(void);
+uint64_t sfr_pools_committed_bytes(void);
 
 /* Makes an engine without starting a thread. Returns 0, or:
  *
@@ -68,15 +69,15 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
 /* Records that the user's call that took the slot is over. From now on sfr_engine_close waits for
  * the slot even on the thread that took it. */
-void sfr_slot_launched(struct sfr_slot *slot);
+void sfr_slot_mark_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
 /* Returns whether the slot was given back. */
-bool sfr_slot_is_over(struct sfr_slot *slot);
-void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; accepts NULL */
+bool sfr_slot_is_given_back(struct sfr_slot *slot);
+void sfr_slot_free(struct sfr_slot *slot); /* gives it back and frees it; accepts NULL */
 
 /* Writes a description of the CUDA driver, and of devices that have failed for good, to `text` of
  * `len` bytes. Loads the driver but does not initialise it. Returns 0 or SFR_EFORK. */
-int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
+int sfr_engine_describe_driver(struct sfr_engine *engine, char *text, size_t len);
 
 #endif

@@ -7,11 +7,11 @@
 struct sfr_ticket;
 struct sfr_snapshot;
 
-/* a save's bytes are copied: the taker calls sfr_save_confirm and releases the sources */
+/* a save's bytes are copied: the taker calls sfr_save_give_verdict and releases the sources */
 #define SFR_NOTICE_COPIED 1u
 #define SFR_NOTICE_ENDED 2u    /* a save has ended and given back its slot and blocks */
 #define SFR_NOTICE_TEXT 3u     /* a sentence for the user's log */
-#define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
+#define SFR_NOTICE_STOP 4u     /* sfr_notice_post_stop was called */
 #define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's copies have ended */
 
 struct sfr_notice {
@@ -25,7 +25,7 @@ struct sfr_notice {
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
 /* Puts a notice back, so that the next sfr_notice_wait returns it. Only for the one thread that
  * takes notices. */
-void sfr_notice_again(const struct sfr_notice *notice);
-void sfr_notice_stop(void); /* makes one sfr_notice_wait return SFR_NOTICE_STOP */
+void sfr_notice_put_back(const struct sfr_notice *notice);
+void sfr_notice_post_stop(void); /* makes one sfr_notice_wait return SFR_NOTICE_STOP */
 
 #endif

@@ -16,16 +16,16 @@ struct sfr_parts;
 int sfr_parts_new(struct sfr_parts **out);
 void sfr_parts_free(struct sfr_parts *parts); /* accepts NULL */
 /* Returns the length so far, which is the offset of the next part. */
-uint64_t sfr_parts_len(const struct sfr_parts *parts);
+uint64_t sfr_parts_file_len(const struct sfr_parts *parts);
 /* Appends bytes, copied in the call. */
-int sfr_parts_bytes(struct sfr_parts *parts, const void *bytes, size_t len);
+int sfr_parts_add_bytes(struct sfr_parts *parts, const void *bytes, size_t len);
 /* Appends host memory, which writers read when they write the file. The memory must stay valid and
  * unchanged until the save has ended. A long source whose address equals its file offset modulo
  * 4096 is written in place; any other goes through a writer's buffer. */
-int sfr_parts_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
+int sfr_parts_add_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
 /* Appends four bytes for the CRC of source number `source`, counted from 0. -EINVAL: there is no
  * such source yet. */
-int sfr_parts_crc(struct sfr_parts *parts, uint32_t source);
+int sfr_parts_add_crc(struct sfr_parts *parts, uint32_t source);
 /* A contiguous tensor in host memory. */
 struct sfr_tensor {
 	const char *storage; /* torch's name of the storage type, such as "FloatStorage" */
@@ -36,7 +36,7 @@ struct sfr_tensor {
 };
 /* Appends a tensor as an archive of its own, as torch.save(tensor) makes it. Padding aligns the
  * tensor's bytes, so that they can be written in place. */
-int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
+int sfr_parts_add_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
 /* Makes a save of the parts to the target in `desc`, which has no skeleton and no sources. The
  * caller goes on as with any other save: admit, capture, launch. The file is exactly as long as the

@@ -22,11 +22,11 @@ void sfr_probe_free(struct sfr_probe *probe);
  *   SFR_EBUSY   another thread is probing, or the previous copies have not completed
  *   -EIO        the probe never works again
  *   SFR_ECAPTURING, SFR_EFORK, -EINVAL */
-int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *ranges,
-		   uint32_t nr, int again);
+int sfr_probe_queue_copies(struct sfr_probe *probe, uint64_t stream,
+			   const struct sfr_probe_range *ranges, uint32_t nr, int again);
 /* Returns 1 if the copies have completed, 0 if not yet; -EIO or SFR_EFORK if they never will. */
-int sfr_probe_done(struct sfr_probe *probe);
+int sfr_probe_is_done(struct sfr_probe *probe);
 /* Returns 1 if storage `i` had the same bytes both times, else 0. For completed copies only. */
-int sfr_probe_same(const struct sfr_probe *probe, uint32_t i);
+int sfr_probe_is_unchanged(const struct sfr_probe *probe, uint32_t i);
 
 #endif

@@ -44,7 +44,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
  * sfr_save_admit. Does nothing without sources on devices. Returns 0, or SFR_ECAPTURING (a stream
  * is capturing a graph), SFR_ECLOSED or SFR_ESTATE: then the caller abandons the save. Any other
  * failure is stored in the ticket, and the save fails once it is admitted. */
-int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
+int sfr_save_begin_transfers(struct sfr_ticket *t, const struct sfr_device_stream *streams,
+			     uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. Returns 0,
  * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT) or SFR_ECLOSED. After a failure the caller must
  * abandon the save if another thread may be waiting for it. */
@@ -72,17 +73,17 @@ enum sfr_wait_for {
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
 /* Returns 1 if the save has reached that point, else 0. For a failing save the result may stay 0
  * until the save has ended. Takes no lock, because Python calls it under the interpreter lock. */
-int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
+int sfr_save_has_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate: after it an optimizer step may change the sources. Waits until the sources in host
  * memory are copied. Makes the given streams of the calling thread wait for the copies from
  * devices; the caller itself waits for these only while blocks are missing, while a stream captures
  * a graph, or if a device has no stream in the list. Returns 0, or SFR_EAGAIN: call again. */
-int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
-		  uint64_t slice_ns);
+int sfr_save_gate(struct sfr_ticket *t, const struct sfr_device_stream *streams,
+		  uint32_t nr_streams, uint64_t slice_ns);
 /* Gives the save the verdict of the version counters. `torn_index` is the index of a source that
  * changed before it was copied: the save then fails with SFR_ETORN. -1: none changed. Called after
  * SFR_WAIT_COPIED or sfr_save_gate. Returns 0 the first time, later SFR_ESTATE. */
-int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
+int sfr_save_give_verdict(struct sfr_ticket *t, int64_t torn_index);
 /* Returns 1 if the save ends as cancelled, 0 if it is too late, or SFR_EFORK. A save may be
  * cancelled before it is admitted. */
 int sfr_save_cancel(struct sfr_ticket *t);

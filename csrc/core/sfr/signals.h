@@ -12,6 +12,6 @@
  * Nobody sends an ignored signal a second time. So after this process has ignored a signal, the
  * kernel kills it when the thread that forked it ends (PR_SET_PDEATHSIG). With `at_once` the kernel
  * does so from now on, without a signal. */
-int sfr_signals_leave(int signum, bool at_once);
+int sfr_signals_leave_to_parent(int signum, bool at_once);
 
 #endif

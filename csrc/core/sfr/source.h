@@ -23,7 +23,7 @@ struct sfr_member {
 };
 
 /* The caller's current stream on a device that has sources. */
-struct sfr_stream {
+struct sfr_device_stream {
 	uint64_t handle;   /* CUstream */
 	uint32_t device;   /* the driver's ordinal */
 	uint32_t reserved; /* explicit padding */

@@ -8,7 +8,7 @@
 struct sfr_ticket;
 
 /* Bytes of the file, which stay valid and unchanged until the piece is given back. */
-struct sfr_piece {
+struct sfr_file_piece {
 	const char *mem;
 	size_t len;   /* 0: the end of the file */
 	uint64_t off; /* in the file */
@@ -22,10 +22,11 @@ struct sfr_piece {
  *   SFR_EAGAIN   there was no piece within the slice, or the save is not admitted
  *   SFR_ESTATE   the save has failed or was cancelled
  *   SFR_EFORK */
-int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
+int sfr_stream_take_next_piece(struct sfr_ticket *t, uint64_t slice_ns,
+			       struct sfr_file_piece *piece);
 /* Gives a piece back, in any order and from any thread. The save ends only when all pieces are
  * given back. It becomes durable only if the end was given back, too. Does nothing in a forked
  * child. */
-void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece);
+void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_file_piece *piece);
 
 #endif

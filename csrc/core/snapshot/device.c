@@ -32,7 +32,7 @@ static struct sfr__snapshot_device_state *snapshot_device_of(struct sfr__transfe
 /* ---- start ------------------------------------------------------------------------- */
 
 /* Adds the copies of the device's captured sources, or of its deferred ones. */
-static void add_sources(struct sfr__snapshot_device_state *dev, bool captured)
+static void add_source_copies(struct sfr__snapshot_device_state *dev, bool captured)
 {
 	const struct sfr_snapshot *s = dev->snapshot;
 
@@ -41,9 +41,9 @@ static void add_sources(struct sfr__snapshot_device_state *dev, bool captured)
 
 		/* source->device is 0 for host memory, n for device n - 1 */
 		if (source->device == dev->device + 1 && (source->lane == SFR_CAPTURED) == captured)
-			sfr__transfer_add_pooled(&dev->transfer, s->engine->pool,
-						 (uint64_t)(uintptr_t)s->copies[i], source->addr,
-						 source->nbytes);
+			sfr__transfer_add_pooled_copy(&dev->transfer, s->engine->pool,
+						      (uint64_t)(uintptr_t)s->copies[i],
+						      source->addr, source->nbytes);
 	}
 }
 
@@ -58,36 +58,36 @@ static void queue_copies(struct sfr__snapshot_device_state *dev)
 	if (sfr__transfer_prepare_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
 	tr->timed = s->is_offload; /* for sfr_snapshot_copying_ns */
-	add_sources(dev, true);
-	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr_sampled);
+	add_source_copies(dev, true);
+	sampled = sfr__snapshot_list_deferred_sources(s, dev->device + 1, &nr_sampled);
 	/* Frees `sampled`. The time is the seed that decides which cache lines are sampled. */
-	sfr__transfer_sample(tr, sampled, nr_sampled, sfr__now_ns());
+	sfr__transfer_queue_sample_copies(tr, sampled, nr_sampled, sfr__now_ns());
 	if (!s->is_offload)
-		sfr__transfer_mark_captured(tr);
-	add_sources(dev, false);
+		sfr__transfer_make_stream_wait(tr);
+	add_source_copies(dev, false);
 }
 
-/* Queues all copies of one device. Returns as sfr__snapshot_devices_start. */
+/* Queues all copies of one device. Returns as sfr__snapshot_start_device_copies. */
 static int start_device_copies(struct sfr__snapshot_device_state *dev, struct sfr_err *err)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_snapshot *s = dev->snapshot;
-	int rc = sfr__transfer_begin(tr, &s->engine->cuda_lanes, dev->device, SFR__CUDA_OUT,
-				     dev->stream);
+	int rc = sfr__transfer_begin_after_stream(tr, &s->engine->cuda_lanes, dev->device,
+						  SFR__CUDA_OUT, dev->stream);
 
 	if (tr->lane) { /* else nothing was begun: `rc` or tr->err says why */
-		sfr__snapshot_copy_begins(s);
+		sfr__snapshot_note_copy_begin(s);
 		if (!tr->err.code)
 			queue_copies(dev);
 		if (!tr->err.code)
-			sfr__transfer_mark_staged(tr);
-		sfr__transfer_end(tr);
+			sfr__transfer_send_and_record_staged(tr);
+		sfr__transfer_end_queueing(tr);
 	}
 	*err = tr->err;
 	return rc;
 }
 
-int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
+int sfr__snapshot_start_device_copies(struct sfr_snapshot *s, struct sfr_err *err)
 {
 	int rc = 0;
 
@@ -105,8 +105,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 	(void)portion; /* a snapshot's transfer has only one */
 	if (ok)
-		dev->torn_source =
-			sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
+		dev->torn_source = sfr__snapshot_find_torn_source(dev->snapshot, dev->device + 1,
+								  &tr->samples);
 	else
 		sfr__snapshot_retire_memory(dev->snapshot);
 }
@@ -119,21 +119,21 @@ static void transfer_over(struct sfr__transfer *tr)
 
 	if (tr->device_died)
 		/* `why` needs no lock: it is constant once the lane is dead */
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+		sfr__err_set_if_unset(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
-	sfr__snapshot_end_copy(s, dev->torn_source, &err); /* may free the snapshot */
+	sfr__snapshot_note_copy_end(s, dev->torn_source, &err); /* may free the snapshot */
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = transfer_over };
 
-bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
+bool sfr__snapshot_gate_streams(struct sfr_snapshot *s, const struct sfr_device_stream *streams,
 				uint32_t nr)
 {
 	bool all_will_wait = true; /* every stream waits for the copies of its device */
 
 	for (uint32_t i = 0; i < s->nr_devices; i++)
-		if (!sfr__transfer_gate(&s->devices[i].transfer,
-					sfr__find_stream(streams, nr, s->devices[i].device)))
+		if (!sfr__transfer_gate_stream(&s->devices[i].transfer,
+					       sfr__find_stream(streams, nr, s->devices[i].device)))
 			all_will_wait = false;
 	return all_will_wait;
 }
@@ -176,11 +176,11 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 	return 0;
 }
 
-int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				      uint32_t nr)
+int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s,
+				      const struct sfr_device_stream *streams, uint32_t nr)
 {
 	for (uint32_t i = 0; i < s->nr_devices; i++) {
-		const struct sfr_stream *stream =
+		const struct sfr_device_stream *stream =
 			sfr__find_stream(streams, nr, s->devices[i].device);
 
 		if (!stream)

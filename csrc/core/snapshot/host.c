@@ -7,30 +7,30 @@
 
 #include "snapshot/snapshot.h"
 
-static struct sfr__host_set *host_set_of(struct sfr__host_copy *copy)
+static struct sfr__host_source_set *host_source_set_of(struct sfr__host_copy *copy)
 {
-	return sfr__container(copy, struct sfr__host_set, copy);
+	return sfr__container(copy, struct sfr__host_source_set, copy);
 }
 
-/* ---- callbacks for stage/host.c; struct sfr__host_ops has their contracts ---- */
+/* ---- callbacks for stage/host.c; struct sfr__host_copy_ops has their contracts ---- */
 
-static struct sfr__host_block *block_state(struct sfr__host_copy *copy, uint32_t blk)
+static struct sfr__host_block_state *block_state(struct sfr__host_copy *copy, uint32_t blk)
 {
 	(void)blk; /* always 0 */
-	return &host_set_of(copy)->block;
+	return &host_source_set_of(copy)->block;
 }
 
 static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 {
-	const struct sfr__host_set *set = host_set_of(copy);
+	const struct sfr__host_source_set *set = host_source_set_of(copy);
 
 	(void)blk;
 	return (size_t)set->starts[set->snapshot->nr_sources];
 }
 
 /* Copies the bytes [off, off + len) of source i. Returns i if the source was torn, else -1. */
-static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size_t len,
-			  bool hurried)
+static int64_t copy_source_and_check_torn(struct sfr_snapshot *s, uint32_t i, uint64_t off,
+					  size_t len, bool hurried)
 {
 	const char *src = sfr__bytes_of(&s->sources[i]) + off;
 	char *dst = s->copies[i] + off;
@@ -47,7 +47,7 @@ static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size
 static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
-	const struct sfr__host_set *set = host_set_of(copy);
+	const struct sfr__host_source_set *set = host_source_set_of(copy);
 	struct sfr_snapshot *s = set->snapshot;
 	const uint64_t chunk_end = off + len;
 	uint64_t at = off;
@@ -66,9 +66,10 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 			continue; /* the source is not in this set, or is empty */
 		/* Prefetch the next source if it has bytes in this set. */
 		if (i + 1 < s->nr_sources && set->starts[i + 2] > source_end)
-			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
-					   s->sources[i + 1].nbytes);
-		torn_source = copy_range(s, i, at - set->starts[i], (size_t)(end - at), hurried);
+			sfr__host_prefetch_first_lines(sfr__bytes_of(&s->sources[i + 1]),
+						       s->sources[i + 1].nbytes);
+		torn_source = copy_source_and_check_torn(s, i, at - set->starts[i],
+							 (size_t)(end - at), hurried);
 		if (first_torn < 0)
 			first_torn = torn_source;
 		at = end;
@@ -78,12 +79,12 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 static bool is_failing_locked(struct sfr__host_copy *copy)
 {
-	return host_set_of(copy)->snapshot->abandoned;
+	return host_source_set_of(copy)->snapshot->abandoned;
 }
 
 static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 {
-	struct sfr_snapshot *s = host_set_of(copy)->snapshot;
+	struct sfr_snapshot *s = host_source_set_of(copy)->snapshot;
 
 	(void)code; /* always SFR_ETORN */
 	if (s->torn_source < 0 || source < s->torn_source)
@@ -99,10 +100,10 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 static void finish_host_copy(struct sfr__host_copy *copy)
 {
 	/* -1 and NULL: fail_locked has recorded any torn source, and there is no other error */
-	sfr__snapshot_end_copy(host_set_of(copy)->snapshot, -1, NULL);
+	sfr__snapshot_note_copy_end(host_source_set_of(copy)->snapshot, -1, NULL);
 }
 
-static const struct sfr__host_ops ops = {
+static const struct sfr__host_copy_ops ops = {
 	.block = block_state,
 	.block_len = block_len,
 	.copy = copy_chunk,
@@ -116,7 +117,8 @@ static const struct sfr__host_ops ops = {
 
 /* Makes a set of the captured sources in host memory, or of the deferred ones. Returns 0 or
  * -ENOMEM. */
-static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool captured)
+static int host_source_set_new(struct sfr_snapshot *s, struct sfr__host_source_set *set,
+			       bool captured)
 {
 	uint64_t total = 0; /* bytes of the set so far */
 
@@ -143,14 +145,14 @@ static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool 
 	return 0;
 }
 
-int sfr__host_sets_new(struct sfr_snapshot *s)
+int sfr__host_source_sets_new(struct sfr_snapshot *s)
 {
-	int rc = host_set_new(s, &s->captured, true);
+	int rc = host_source_set_new(s, &s->captured, true);
 
-	return rc < 0 ? rc : host_set_new(s, &s->deferred, false);
+	return rc < 0 ? rc : host_source_set_new(s, &s->deferred, false);
 }
 
-void sfr__host_sets_free(struct sfr_snapshot *s)
+void sfr__host_source_sets_free(struct sfr_snapshot *s)
 {
 	sfr_sys.free(s->captured.starts);
 	sfr_sys.free(s->deferred.starts);
@@ -158,26 +160,26 @@ void sfr__host_sets_free(struct sfr_snapshot *s)
 
 /* Prepares the set's block for copying: its memory is the leased memory, and none of its bytes are
  * copied yet. */
-static void set_destination(struct sfr__host_set *set)
+static void reset_block_for_copying(struct sfr__host_source_set *set)
 {
-	set->block = (struct sfr__host_block){ .mem = set->snapshot->base,
-					       .left = block_len(&set->copy, 0) };
+	set->block = (struct sfr__host_block_state){ .mem = set->snapshot->base,
+						     .left = block_len(&set->copy, 0) };
 }
 
-void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
+void sfr__snapshot_copy_host_sources(struct sfr_snapshot *s, bool all)
 {
-	set_destination(&s->captured);
+	reset_block_for_copying(&s->captured);
 	/* Neither call waits for memory or returns an error: all memory is leased. */
 	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER);
 	if (!all)
 		return;
-	set_destination(&s->deferred);
+	reset_block_for_copying(&s->deferred);
 	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER);
 }
 
-void sfr__snapshot_defer_locked(struct sfr_snapshot *s)
+void sfr__snapshot_defer_host_copy_locked(struct sfr_snapshot *s)
 {
-	set_destination(&s->deferred);
+	reset_block_for_copying(&s->deferred);
 	sfr__host_begin_deferred_locked(&s->deferred.copy,
 					true); /* true: no block need be leased */
 }

@@ -31,7 +31,7 @@ static void return_memory_if_unused_and_unlock(struct sfr_snapshot *s)
 		s->abandoned = true; /* a running copy stops */
 		gives_back = s->state != SFR__SNAPSHOT_COPYING && s->lot;
 		if (gives_back)
-			lot = sfr__lot_drop_locked(s);
+			lot = sfr__lot_remove_user_locked(s);
 	}
 	sfr__unlock(&s->engine->mu);
 	sfr__lot_free(s, lot);
@@ -39,7 +39,7 @@ static void return_memory_if_unused_and_unlock(struct sfr_snapshot *s)
 		sfr__engine_drop_pool_user(s->engine);
 }
 
-void sfr__snapshot_copy_begins(struct sfr_snapshot *s)
+void sfr__snapshot_note_copy_begin(struct sfr_snapshot *s)
 {
 	sfr__lock(&s->engine->mu);
 	s->nr_copying++;
@@ -53,7 +53,8 @@ void sfr__snapshot_retire_memory(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-void sfr__snapshot_end_copy(struct sfr_snapshot *s, int64_t torn_source, const struct sfr_err *err)
+void sfr__snapshot_note_copy_end(struct sfr_snapshot *s, int64_t torn_source,
+				 const struct sfr_err *err)
 {
 	struct sfr_engine *engine = s->engine;
 
@@ -102,17 +103,17 @@ static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 	return_memory_if_unused_and_unlock(s);
 }
 
-int sfr_snapshot_view(struct sfr_snapshot *s)
+int sfr_snapshot_add_view(struct sfr_snapshot *s)
 {
 	return add_user(s, &s->nr_views);
 }
 
-void sfr_snapshot_unview(struct sfr_snapshot *s)
+void sfr_snapshot_remove_view(struct sfr_snapshot *s)
 {
 	remove_user(s, &s->nr_views);
 }
 
-void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
+void sfr_snapshot_set_will_return(struct sfr_snapshot *s, int yes)
 {
 	if (sfr__snapshot_is_inherited(s))
 		return;
@@ -122,29 +123,29 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 	sfr__unlock(&s->engine->mu);
 }
 
-int sfr_snapshot_hold(struct sfr_snapshot *s)
+int sfr_snapshot_add_hold(struct sfr_snapshot *s)
 {
 	return add_user(s, &s->nr_holds);
 }
 
-void sfr_snapshot_unhold(struct sfr_snapshot *s)
+void sfr_snapshot_remove_hold(struct sfr_snapshot *s)
 {
 	remove_user(s, &s->nr_holds);
 }
 
-int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off)
+int sfr_snapshot_locate_in_file(struct sfr_snapshot *s, int *fd, uint64_t *off)
 {
 	*fd = -1;
 	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
 	if (s->lot && s->base)
-		*fd = sfr__pool_locate_in_file(s->engine->pool, s->base, off);
+		*fd = sfr__pool_get_file_and_offset(s->engine->pool, s->base, off);
 	sfr__unlock(&s->engine->mu);
 	return *fd < 0 ? SFR_ESTATE : 0;
 }
 
-int sfr_snapshot_leased(struct sfr_snapshot *s)
+int sfr_snapshot_is_leased(struct sfr_snapshot *s)
 {
 	int leased;
 

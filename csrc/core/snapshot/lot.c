@@ -112,8 +112,8 @@ static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool is_common
 	return 0;
 }
 
-int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
-		 uint64_t slice_ns)
+int sfr__lot_lease_memory(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
+			  uint64_t slice_ns)
 {
 	struct sfr_engine *engine = s->engine;
 	const uint64_t total = sum_of(lens, s->nr_sources);
@@ -154,11 +154,11 @@ void sfr__lot_set_view_held_locked(struct sfr_snapshot *s, bool view_held)
 	if (view_held) {
 		lot->nr_view_held++;
 		if (lot->nr_view_held == 1)
-			sfr__pool_set_held(s->engine->pool, &lot->lease, true);
+			sfr__pool_set_user_held(s->engine->pool, &lot->lease, true);
 	} else {
 		lot->nr_view_held--;
 		if (lot->nr_view_held == 0)
-			sfr__pool_set_held(s->engine->pool, &lot->lease, false);
+			sfr__pool_set_user_held(s->engine->pool, &lot->lease, false);
 	}
 }
 
@@ -180,7 +180,7 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 }
 
 /* Returns the lot, which the caller frees, if it has no users left; else NULL. */
-struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s)
+struct sfr__lot *sfr__lot_remove_user_locked(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 

@@ -17,8 +17,8 @@ uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device
 	return nr;
 }
 
-struct sfr__source_to_sample *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
-						    uint32_t *nr)
+struct sfr__source_to_sample *sfr__snapshot_list_deferred_sources(const struct sfr_snapshot *s,
+								  uint32_t device, uint32_t *nr)
 {
 	/* + 1, because an allocation of no bytes may return NULL */
 	struct sfr__source_to_sample *sampled =
@@ -36,8 +36,8 @@ struct sfr__source_to_sample *sfr__snapshot_sampled(const struct sfr_snapshot *s
 	return sampled;
 }
 
-int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
-			      const struct sfr__samples *samples)
+int64_t sfr__snapshot_find_torn_source(const struct sfr_snapshot *s, uint32_t device,
+				       const struct sfr__samples *samples)
 {
 	for (uint32_t i = 0; i < s->nr_sources; i++)
 		if (is_deferred_on(&s->sources[i], device) &&

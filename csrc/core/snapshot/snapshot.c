@@ -8,7 +8,7 @@
  *     NEW      LEASED   sfr_snapshot_lease
  *     LEASED   COPIED   sfr_snapshot_start, if it fails, or if all sources are captured host memory
  *     LEASED   COPYING  sfr_snapshot_start
- *     COPYING  COPIED   sfr__snapshot_end_copy, by the last thread or device that copies
+ *     COPYING  COPIED   sfr__snapshot_note_copy_end, by the last thread or device that copies
  *
  * The memory is a lot (lot.c). It goes back to the pool when no copy is running and it has no
  * users, or with the last reference. There are two kinds of users:
@@ -73,7 +73,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
 		    (sources[i].lane != SFR_CAPTURED || sources[i].device != 0))
 			goto fail;
-	rc = sfr__host_sets_new(s);
+	rc = sfr__host_source_sets_new(s);
 	if (rc == 0)
 		rc = sfr__snapshot_devices_new(s);
 	if (rc < 0)
@@ -126,11 +126,11 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	else
 		engine->nr_pool_users++; /* keeps the pool until sfr__engine_drop_pool_user */
 	/* saves that this thread has not launched: they cannot go on before this call returns */
-	nr_blocked_saves = sfr__engine_nr_unlaunched_locked(engine, true);
+	nr_blocked_saves = sfr__engine_count_own_unlaunched_locked(engine, true);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = sfr__lot_get(s, lens, nr_blocked_saves, slice_ns);
+	rc = sfr__lot_lease_memory(s, lens, nr_blocked_saves, slice_ns);
 	if (rc < 0) {
 		sfr__engine_drop_pool_user(engine);
 		goto out;
@@ -165,7 +165,7 @@ static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
 	struct sfr__source_to_sample *sampled =
-		sfr__snapshot_sampled(s, 0, &nr); /* 0: host memory */
+		sfr__snapshot_list_deferred_sources(s, 0, &nr); /* 0: host memory */
 	/* the time is the seed that decides which cache lines are sampled */
 	int rc = sampled ? sfr__samples_take(&s->samples, sampled, nr, sfr__now_ns()) : -ENOMEM;
 
@@ -180,8 +180,8 @@ static void set_copied(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-			 uint32_t nr_streams)
+int sfr_snapshot_set_streams(struct sfr_snapshot *s, const struct sfr_device_stream *streams,
+			     uint32_t nr_streams)
 {
 	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
@@ -227,21 +227,21 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		if (rc == 0 && s->nr_devices)
 			rc = SFR_ECLOSED;
 		if (rc == 0)
-			sfr__snapshot_copy_now(s, true); /* true: deferred sources, too */
+			sfr__snapshot_copy_host_sources(s, true); /* true: deferred sources, too */
 		set_copied(s);
 		return rc;
 	}
 	/* Devices come first: they copy while the host copies. */
-	rc = sfr__snapshot_devices_start(s, &err);
-	sfr__snapshot_copy_now(s, false); /* false: only captured sources */
+	rc = sfr__snapshot_start_device_copies(s, &err);
+	sfr__snapshot_copy_host_sources(s, false); /* false: only captured sources */
 	if (nr_deferred) {
 		sfr__lock(&engine->mu);
 		s->nr_copying++;
-		sfr__snapshot_defer_locked(s);
+		sfr__snapshot_defer_host_copy_locked(s);
 		sfr__unlock(&engine->mu);
 	}
 	/* This call's own copies have ended. Captured sources cannot be torn (-1). */
-	sfr__snapshot_end_copy(s, -1, &err);
+	sfr__snapshot_note_copy_end(s, -1, &err);
 	return rc < 0 ? rc : err.code;
 }
 
@@ -257,11 +257,11 @@ static int wait_until_copied_locked(struct sfr_snapshot *s, uint64_t slice_ns, u
 {
 	if (slice_ns == 0)
 		return is_not_copying(s) ? 0 : SFR_EAGAIN;
-	return sfr__host_wait_locked(&s->deferred.copy, deadline_ns, is_not_copying, s);
+	return sfr__host_help_and_wait_locked(&s->deferred.copy, deadline_ns, is_not_copying, s);
 }
 
-int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
-		      uint64_t slice_ns)
+int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_device_stream *streams,
+		      uint32_t nr_streams, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 	bool must_wait; /* on the host: streams alone cannot order the next step */
@@ -269,7 +269,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 
 	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
-	must_wait = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
+	must_wait = !sfr__snapshot_gate_streams(s, streams, nr_streams) ||
 		    sfr__snapshot_nr_deferred(s, 0) > 0; /* 0: host memory */
 	sfr__lock(&s->engine->mu);
 	rc = must_wait ? wait_until_copied_locked(s, slice_ns, deadline) : 0;
@@ -342,13 +342,13 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 	engine = s->engine;
 	if (s->lot) {
 		sfr__lock(&engine->mu);
-		lot = sfr__lot_drop_locked(s);
+		lot = sfr__lot_remove_user_locked(s);
 		sfr__unlock(&engine->mu);
 		sfr__lot_free(s, lot);
 		sfr__engine_drop_pool_user(engine);
 	}
 	sfr_sys.free(s->devices);
-	sfr__host_sets_free(s);
+	sfr__host_source_sets_free(s);
 	sfr__samples_free(&s->samples);
 	sfr_sys.free(s->copies);
 	sfr_sys.free(s->sources);

@@ -20,9 +20,9 @@ enum sfr__snapshot_state {
 
 /* A set of sources in host memory: the captured ones, or the deferred ones. stage/host.c copies a
  * set like a single block. */
-struct sfr__host_set {
+struct sfr__host_source_set {
 	struct sfr__host_copy copy;
-	struct sfr__host_block block;
+	struct sfr__host_block_state block;
 
 	/* constant */
 	struct sfr_snapshot *snapshot;
@@ -62,7 +62,7 @@ struct sfr_snapshot {
 	struct sfr__snapshot_device_state *devices; /* the array is constant */
 	uint32_t nr_devices;
 
-	struct sfr__host_set captured, deferred; /* sources in host memory */
+	struct sfr__host_source_set captured, deferred; /* sources in host memory */
 
 	struct sfr__notice notice; /* posted when all copies have ended */
 };
@@ -78,8 +78,8 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
  * by a view. With SFR_SNAPSHOT_LEAVES every length is a multiple of SFR_COPY_ALIGN.
  * `nr_blocked_saves` is the number of saves in flight that cannot go on before this call returns.
  * Waits for memory, and returns errors, like sfr__pool_lease. */
-int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
-		 uint64_t slice_ns);
+int sfr__lot_lease_memory(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
+			  uint64_t slice_ns);
 /* Sets whether a view holds the snapshot's memory: then only the view's user can make it free.
  * Other memory becomes free by itself, when a copy or a process ends. Idempotent. */
 void sfr__lot_set_view_held_locked(struct sfr_snapshot *s, bool view_held);
@@ -90,7 +90,7 @@ void sfr__lot_retire_locked(struct sfr_snapshot *s);
 void sfr__lot_pin(const struct sfr_snapshot *s);
 /* Ends the snapshot's use of its lot. If the lot has no other users, returns the lot: the caller
  * passes it to sfr__lot_free after unlocking. Otherwise returns NULL. */
-struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
+struct sfr__lot *sfr__lot_remove_user_locked(struct sfr_snapshot *s);
 void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is allowed */
 
 /* ---- life.c ---- */
@@ -99,23 +99,24 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 /* Returns how often snapshots of this process went from one state to the other; for tests. */
 unsigned sfr__snapshot_nr_transitions(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 /* Increments nr_copying, for a thread or a device that begins to copy. */
-void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
+void sfr__snapshot_note_copy_begin(struct sfr_snapshot *s);
 /* Decrements nr_copying, for a thread or a device that has ended its copies. `torn_source` is an
  * index, or -1 if no source is torn. `err` may be NULL: no error. When nothing copies any more,
  * sets the state to COPIED. Then the snapshot may be freed. */
-void sfr__snapshot_end_copy(struct sfr_snapshot *s, int64_t torn_source, const struct sfr_err *err);
+void sfr__snapshot_note_copy_end(struct sfr_snapshot *s, int64_t torn_source,
+				 const struct sfr_err *err);
 /* Retires the memory after a device has died, because its copies may never end. */
 void sfr__snapshot_retire_memory(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
 /* Makes s->captured and s->deferred. Returns 0 or -ENOMEM. */
-int sfr__host_sets_new(struct sfr_snapshot *s);
-void sfr__host_sets_free(struct sfr_snapshot *s);
+int sfr__host_source_sets_new(struct sfr_snapshot *s);
+void sfr__host_source_sets_free(struct sfr_snapshot *s);
 /* Copies the captured sources in host memory on this thread; if `all`, also the deferred ones. */
-void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
+void sfr__snapshot_copy_host_sources(struct sfr_snapshot *s, bool all);
 /* Hands the deferred sources in host memory to the lane. The caller has counted this copy in
  * nr_copying. */
-void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
+void sfr__snapshot_defer_host_copy_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
 /* In these functions `device` is 0 for host memory, and n for device n - 1. */
@@ -124,11 +125,11 @@ void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Returns an array of these sources, which the caller frees, and sets *nr to its length. Returns
  * NULL if there is no memory. */
-struct sfr__source_to_sample *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
-						    uint32_t *nr);
+struct sfr__source_to_sample *sfr__snapshot_list_deferred_sources(const struct sfr_snapshot *s,
+								  uint32_t device, uint32_t *nr);
 /* Returns the index of the first of these sources whose copy differs from its samples, or -1. */
-int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
-			      const struct sfr__samples *samples);
+int64_t sfr__snapshot_find_torn_source(const struct sfr_snapshot *s, uint32_t device,
+				       const struct sfr__samples *samples);
 
 /* ---- snapshot/device.c ---- */
 /* Pins the leased memory as far as possible. Does nothing if the engine uses no device. */
@@ -136,15 +137,15 @@ void sfr__snapshot_pin(struct sfr_snapshot *s);
 /* Makes s->devices, one for each device that has sources. Returns 0 or -ENOMEM. */
 int sfr__snapshot_devices_new(struct sfr_snapshot *s);
 /* Sets the caller's current streams. Returns 0, or SFR_ESTATE if a device has none. */
-int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				      uint32_t nr);
+int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s,
+				      const struct sfr_device_stream *streams, uint32_t nr);
 /* Queues all copies, and makes the caller's streams wait for the captured ones. Returns 0, or
  * SFR_ECAPTURING or SFR_ECLOSED if nothing was queued on a device. Sets *err after other errors,
  * and returns 0. */
-int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err);
+int sfr__snapshot_start_device_copies(struct sfr_snapshot *s, struct sfr_err *err);
 /* Makes these streams wait for all copies of their devices. Returns false if the host has to wait
  * instead. */
-bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
+bool sfr__snapshot_gate_streams(struct sfr_snapshot *s, const struct sfr_device_stream *streams,
 				uint32_t nr);
 
 /* Returns whether this process inherited the snapshot by a fork. It must then not be touched. */

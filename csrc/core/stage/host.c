@@ -21,7 +21,7 @@ void sfr__host_tune(size_t chunk, uint64_t help_from)
 	tuned.help_from = help_from ? help_from : 4 << 20;
 }
 
-void sfr__host_prefetch(const char *src, uint64_t nbytes)
+void sfr__host_prefetch_first_lines(const char *src, uint64_t nbytes)
 {
 	enum {
 		LINE = 64, /* bytes of a cache line */
@@ -46,7 +46,7 @@ static bool may_lease_locked(struct sfr__host_copy *copy)
 }
 
 /* Returns the block whose chunks are handed out. */
-static struct sfr__host_block *current_block(struct sfr__host_copy *copy)
+static struct sfr__host_block_state *current_block(struct sfr__host_copy *copy)
 {
 	return copy->ops->block(copy, copy->blk);
 }
@@ -76,7 +76,7 @@ static int lease_next_block_locked(struct sfr__host_copy *copy, uint64_t slice_n
 {
 	const uint32_t blk = copy->blk;
 	size_t need = copy->ops->block_len(copy, blk);
-	struct sfr__host_block *next = current_block(copy);
+	struct sfr__host_block_state *next = current_block(copy);
 	struct sfr__block *block;
 	uint64_t waited_ns;
 	int rc;
@@ -89,7 +89,7 @@ static int lease_next_block_locked(struct sfr__host_copy *copy, uint64_t slice_n
 	copy->wait_ns += waited_ns;
 	if (rc == 0) {
 		copy->ops->leased_locked(copy, blk, block);
-		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
+		*next = (struct sfr__host_block_state){ .mem = block->mem, .left = need };
 	}
 	sfr__shared_work_wake_locked(copy->engine); /* others can take chunks, or fetch a block */
 	return rc;
@@ -99,7 +99,7 @@ static int lease_next_block_locked(struct sfr__host_copy *copy, uint64_t slice_n
 static void copy_next_chunk_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
-	struct sfr__host_block *block = current_block(copy);
+	struct sfr__host_block_state *block = current_block(copy);
 	size_t block_len = copy->ops->block_len(copy, blk);
 	size_t off = block->handed_out, rest = block_len - off;
 	size_t len = rest < tuned.chunk ? rest : tuned.chunk;
@@ -124,17 +124,17 @@ static void copy_next_chunk_locked(struct sfr__host_copy *copy)
 	block->left -= len;
 	if (block->left == 0)
 		copy->ops->filled_locked(copy, blk);
-	if (copy->draining && copy->nr_copying == 0) /* wake drain_locked */
+	if (copy->draining && copy->nr_copying == 0) /* wake wait_for_copying_threads_locked */
 		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
 /* Returns whether the copy is over: nobody reads the sources any more. Takes the copy off the list
  * when it hands out no more chunks. Passes on a block that a failed copy has left unfinished. */
-static bool end_if_over_locked(struct sfr__host_copy *copy)
+static bool finish_copy_if_done_locked(struct sfr__host_copy *copy)
 {
 	if (has_chunks_locked(copy))
 		return false;
-	sfr__shared_remove_locked(copy->engine, &copy->shared);
+	sfr__shared_work_remove_locked(copy->engine, &copy->shared);
 	if (copy->nr_copying != 0 || copy->fetching)
 		return false;
 	if (copy->blk < copy->nr_blocks) {
@@ -150,12 +150,12 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 /* Makes memory in the pool for a later block. In a new pool this takes longer than copying, so
  * copiers do it. Releases the mutex meanwhile, so the copy may be over afterwards. Returns whether
  * memory was made. */
-static bool make_memory_locked(struct sfr_engine *engine)
+static bool make_pool_block_locked(struct sfr_engine *engine)
 {
 	bool made;
 
 	sfr__unlock(&engine->mu);
-	made = sfr__pool_make_block(engine->pool);
+	made = sfr__pool_make_one_whole_block(engine->pool);
 	sfr__lock(&engine->mu);
 	return made;
 }
@@ -175,7 +175,7 @@ static bool step_locked(struct sfr__shared_work *work, bool may_wait)
 		copy_next_chunk_locked(copy);
 	} else if (has_chunks) {
 		if (!may_wait)
-			return make_memory_locked(engine);
+			return make_pool_block_locked(engine);
 		if (copy->fetching || !may_lease_locked(copy))
 			return false;
 		rc = lease_next_block_locked(copy, FETCH_SLICE_NS);
@@ -183,7 +183,7 @@ static bool step_locked(struct sfr__shared_work *work, bool may_wait)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
 	/* a copy that is not deferred is ended by the call that makes it (sfr__host_copy_now) */
-	if (!copy->is_deferred || !end_if_over_locked(copy))
+	if (!copy->is_deferred || !finish_copy_if_done_locked(copy))
 		return has_chunks; /* if there were chunks, something was done above */
 	copy->is_deferred = false;
 	sfr__unlock(&engine->mu);
@@ -193,7 +193,7 @@ static bool step_locked(struct sfr__shared_work *work, bool may_wait)
 }
 
 /* Starts the copiers if enough is left to copy. Returns whether it is enough. */
-static bool start_copiers_locked(struct sfr__host_copy *copy)
+static bool start_copiers_if_large_locked(struct sfr__host_copy *copy)
 {
 	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
 
@@ -209,7 +209,7 @@ void sfr__host_begin_deferred_locked(struct sfr__host_copy *copy, bool has_memor
 	copy->is_deferred = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__RANK_HAS_MEMORY : SFR__RANK_NEEDS_BLOCKS;
-	(void)start_copiers_locked(copy); /* they help if a thread waits later */
+	(void)start_copiers_if_large_locked(copy); /* they help if a thread waits later */
 	sfr__shared_work_push_locked(copy->engine, &copy->shared);
 }
 
@@ -229,8 +229,8 @@ static bool help_with_copy_locked(struct sfr__host_copy *copy)
 	return work && work->step_locked(work, true);
 }
 
-int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
-			  bool (*is_over)(const void *arg), const void *arg)
+int sfr__host_help_and_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
+				   bool (*is_over)(const void *arg), const void *arg)
 {
 	struct sfr_engine *engine = copy->engine;
 	int rc = 0;
@@ -249,9 +249,9 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 /* ---- in the call ------------------------------------------------------------------------- */
 
 /* Takes the copy off the list, and waits until no other thread reads the sources. */
-static void drain_locked(struct sfr__host_copy *copy)
+static void wait_for_copying_threads_locked(struct sfr__host_copy *copy)
 {
-	sfr__shared_remove_locked(copy->engine, &copy->shared);
+	sfr__shared_work_remove_locked(copy->engine, &copy->shared);
 	copy->draining = true;
 	while (copy->nr_copying != 0)
 		(void)sfr__cond_wait(&copy->engine->cv_state, &copy->engine->mu, SFR_FOREVER);
@@ -263,7 +263,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	int rc = 0;
 
 	sfr__lock(&copy->engine->mu);
-	if (start_copiers_locked(copy)) {
+	if (start_copiers_if_large_locked(copy)) {
 		copy->shared.step_locked = step_locked;
 		copy->shared.rank = SFR__RANK_IN_CALL;
 		sfr__shared_work_push_locked(copy->engine, &copy->shared);
@@ -273,10 +273,10 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 			copy_next_chunk_locked(copy);
 		else
 			rc = lease_next_block_locked(copy, sfr__time_left(deadline_ns));
-	drain_locked(copy);
+	wait_for_copying_threads_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
-	(void)end_if_over_locked(copy); /* passes on an unfinished block after a cancel */
+	(void)finish_copy_if_done_locked(copy); /* passes on an unfinished block after a cancel */
 	sfr__unlock(&copy->engine->mu);
 	return rc;
 }

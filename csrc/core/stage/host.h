@@ -28,7 +28,7 @@
 #include "engine/engine.h"
 
 /* One block of a copy. Guarded by engine->mu; mem is constant once it is set. */
-struct sfr__host_block {
+struct sfr__host_block_state {
 	char *mem;         /* NULL: no memory yet */
 	size_t handed_out; /* bytes in chunks that threads have taken */
 	size_t left;       /* bytes not copied yet */
@@ -38,9 +38,9 @@ struct sfr__host_copy;
 
 /* Functions that the owner of a copy provides: a save or a snapshot. Functions named _locked are
  * called with engine->mu held, `copy` and `over` without it. */
-struct sfr__host_ops {
+struct sfr__host_copy_ops {
 	/* Returns the state of a block, which the owner stores. */
-	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
+	struct sfr__host_block_state *(*block)(struct sfr__host_copy *copy, uint32_t blk);
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
 	/* Returns whether memory may be leased for a block now. May be NULL: then always. */
 	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
@@ -69,7 +69,7 @@ struct sfr__host_copy {
 
 	/* constant */
 	struct sfr_engine *engine;
-	const struct sfr__host_ops *ops;
+	const struct sfr__host_copy_ops *ops;
 	uint32_t nr_blocks;
 	uint64_t seq;    /* the order in which saves get blocks */
 	uint64_t number; /* of the save or snapshot, for a trace */
@@ -96,12 +96,12 @@ void sfr__host_begin_deferred_locked(struct sfr__host_copy *copy, bool has_memor
 int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns);
 /* Waits until is_over(arg) returns true. Meanwhile helps with the deferred copy, or with older
  * copies that have the blocks which it needs. Returns 0 or SFR_EAGAIN. */
-int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
-			  bool (*is_over)(const void *arg), const void *arg);
+int sfr__host_help_and_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
+				   bool (*is_over)(const void *arg), const void *arg);
 /* For tests. `chunk`: bytes of a chunk. `help_from`: copiers help with copies of at least so many
  * bytes. 0 sets the default. */
 void sfr__host_tune(size_t chunk, uint64_t help_from);
 /* Prefetches the first bytes of a source that is copied soon. */
-void sfr__host_prefetch(const char *src, uint64_t nbytes);
+void sfr__host_prefetch_first_lines(const char *src, uint64_t nbytes);
 
 #endif

@@ -36,7 +36,7 @@ static void drop_user(struct sfr__transfer *tr)
 	if (!last)
 		return;
 	/* nr_users stays 1 until the end, so that a client that waits does not free the transfer */
-	sfr__cuda_store_put(lane, &tr->store);
+	sfr__cuda_host_buffer_put(lane, &tr->store);
 	/* returns true, because the copies have ended */
 	(void)sfr__cuda_timer_read(lane, &tr->copying);
 	sfr__lock(&lane->mu);
@@ -74,19 +74,19 @@ int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns)
 	return rc;
 }
 
-bool sfr__transfer_device_is_dead(struct sfr__transfer *tr)
+bool sfr__transfer_fail_if_device_dead(struct sfr__transfer *tr)
 {
 	bool dead = sfr__cuda_is_dead(tr->lane);
 
 	if (dead)
 		/* needs no lock: `why` is constant once the lane is dead */
-		sfr__err_set(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+		sfr__err_set_if_unset(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	return dead;
 }
 
 /* ---- begin: E --------------------------------------------------------------------------- */
 
-bool sfr__transfer_enter(struct sfr__transfer *tr)
+bool sfr__transfer_enter_context(struct sfr__transfer *tr)
 {
 	CUresult rc = sfr__cuda_enter(&tr->scope, tr->lane->cu, tr->lane->context);
 
@@ -126,19 +126,20 @@ int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, 
 		tr->lane = lane;
 		tr->nr_users = 1;
 	} else if (rc != SFR_ECLOSED) {
-		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, why);
+		sfr__err_set_if_unset(&tr->err, rc, SFR_PHASE_STAGE, why);
 		rc = 0; /* the caller sees that tr->lane is NULL, and reads tr->err */
 	}
 	return rc;
 }
 
-int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-			enum sfr__cuda_direction direction, CUstream stream)
+int sfr__transfer_begin_after_stream(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
+				     uint32_t device, enum sfr__cuda_direction direction,
+				     CUstream stream)
 {
 	int rc = sfr__transfer_open(tr, lanes, device, direction);
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	if (!lane || !sfr__transfer_enter(tr))
+	if (!lane || !sfr__transfer_enter_context(tr))
 		return rc;
 	tr->stream = stream;
 	if (sfr__cuda_is_capturing(lane->cu, stream)) {
@@ -148,21 +149,21 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 		return SFR_ECAPTURING;
 	}
 	if (!sfr__cuda_fail_if_dead(lane, &tr->err)) {
-		sfr__cuda_turn_begin(lane);
+		sfr__cuda_acquire_turn(lane);
 		make_stream_wait(tr, lane->stream, sfr__cuda_record_event(lane, stream, &tr->err));
-		sfr__cuda_turn_end(lane);
+		sfr__cuda_release_turn(lane);
 	}
 	return 0;
 }
 
 /* ---- portions ------------------------------------------------------------------------- */
 
-struct sfr__cuda_portion *sfr__transfer_get_portion(struct sfr__transfer *tr)
+struct sfr__cuda_portion *sfr__transfer_get_or_make_portion(struct sfr__transfer *tr)
 {
 	if (!tr->portion)
 		tr->portion = sfr__cuda_portion_get(tr->lane);
 	if (!tr->portion)
-		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+		sfr__err_set_if_unset(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 	return tr->portion;
 }
 
@@ -172,7 +173,7 @@ static void queue_added_copies(struct sfr__transfer *tr)
 	struct sfr__cuda_lane *lane = tr->lane;
 
 	if (tr->pinned.nr + tr->unpinned.nr > 0 && !tr->err.code &&
-	    !sfr__transfer_device_is_dead(tr)) {
+	    !sfr__transfer_fail_if_device_dead(tr)) {
 		tr->has_queued = true; /* a failed call may have queued some copies */
 		if (tr->timed)
 			sfr__cuda_timer_begin(lane, &tr->copying, lane->stream);
@@ -198,26 +199,26 @@ static void launch_portion(struct sfr__transfer *tr)
 	sfr__lock(&lane->mu);
 	tr->nr_users++;
 	sfr__unlock(&lane->mu);
-	sfr__cuda_portion_send(lane, tr->portion, &tr->err);
+	sfr__cuda_portion_add_in_flight(lane, tr->portion, &tr->err);
 	tr->portion = NULL;
 	tr->bytes = 0;
 }
 
-void sfr__transfer_send(struct sfr__transfer *tr)
+void sfr__transfer_send_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *portion = tr->portion;
 	bool is_dropped;
 
 	if (!portion)
 		return;
-	sfr__cuda_turn_begin(tr->lane);
+	sfr__cuda_acquire_turn(tr->lane);
 	queue_added_copies(tr);
 	/* Without queued copies a portion is dropped. One with memory is dropped only on a dead
 	 * device: otherwise `portion_done` has to pass the memory on. */
-	is_dropped = !tr->has_queued && (!portion->memory || sfr__transfer_device_is_dead(tr));
+	is_dropped = !tr->has_queued && (!portion->memory || sfr__transfer_fail_if_device_dead(tr));
 	if (!is_dropped)
 		launch_portion(tr);
-	sfr__cuda_turn_end(tr->lane);
+	sfr__cuda_release_turn(tr->lane);
 	tr->has_queued = false;
 	if (!is_dropped)
 		return;
@@ -236,16 +237,16 @@ static void send_portion_and_throttle(struct sfr__transfer *tr)
 
 	if (!next)
 		return;
-	sfr__cuda_turn_begin(tr->lane);
+	sfr__cuda_acquire_turn(tr->lane);
 	queue_added_copies(tr);
 	launch_portion(tr);
-	sfr__cuda_turn_end(tr->lane);
+	sfr__cuda_release_turn(tr->lane);
 	tr->portion = next;
-	sfr__cuda_throttle(tr->lane, tr->seq);
+	sfr__cuda_wait_while_throttled(tr->lane, tr->seq);
 }
 
-void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
-		       bool pinned)
+void sfr__transfer_add_copy(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
+			    bool pinned)
 {
 	for (uint64_t done = 0, step; done < len && !tr->err.code; done += step) {
 		const uint64_t portion_bytes = sfr__cuda_portion_bytes;
@@ -257,11 +258,11 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 		step = len - done;
 		if (tr->throttled && step > room)
 			step = room;
-		if (!sfr__transfer_get_portion(tr))
+		if (!sfr__transfer_get_or_make_portion(tr))
 			return;
 		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->unpinned, dst + done,
 					src + done, (size_t)step) < 0)
-			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+			sfr__err_set_if_unset(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		tr->bytes += step;
 		if (tr->throttled && tr->bytes >= portion_bytes)
 			send_portion_and_throttle(tr);
@@ -279,8 +280,8 @@ bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool 
 	return false;
 }
 
-void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
-			      uint64_t src, uint64_t len)
+void sfr__transfer_add_pooled_copy(struct sfr__transfer *tr, const struct sfr__pool *pool,
+				   uint64_t dst, uint64_t src, uint64_t len)
 {
 	/* whichever of the two is in host memory */
 	const char *host =
@@ -292,102 +293,103 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 		step = len - off;
 		if (sfr__pool_has(pool, host))
 			step = sfr__pool_len_for_one_copy(pool, host + off, (size_t)step, &pinned);
-		sfr__transfer_add(tr, dst + off, src + off, step, pinned);
+		sfr__transfer_add_copy(tr, dst + off, src + off, step, pinned);
 	}
 }
 
 /* ---- samples and checksums ------------------------------------------------------------- */
 
-bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__source_to_sample *sources,
-			     uint32_t nr)
+bool sfr__transfer_get_sample_store(struct sfr__transfer *tr,
+				    const struct sfr__source_to_sample *sources, uint32_t nr)
 {
 	int rc = sources ? 0 : -ENOMEM;
 
 	if (rc == 0 && !tr->store.mem)
-		rc = sfr__cuda_store_get(tr->lane,
-					 sfr__samples_most_rows(sources, nr) *
-						 sizeof(*tr->samples.items),
-					 &tr->store);
+		rc = sfr__cuda_host_buffer_get(tr->lane,
+					       sfr__samples_most_rows(sources, nr) *
+						       sizeof(*tr->samples.items),
+					       &tr->store);
 	if (rc < 0)
-		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
+		sfr__err_set_if_unset(&tr->err, rc, SFR_PHASE_STAGE, NULL);
 	return rc == 0;
 }
 
-void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__source_to_sample *sources,
-			  uint32_t nr, uint64_t seed)
+void sfr__transfer_queue_sample_copies(struct sfr__transfer *tr,
+				       struct sfr__source_to_sample *sources, uint32_t nr,
+				       uint64_t seed)
 {
 	/* One more than needed: an allocation of no bytes may return NULL. */
 	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
 	size_t nr_rows;
 
 	if (!rows) {
-		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+		sfr__err_set_if_unset(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		goto out;
 	}
-	if (nr == 0 || !sfr__transfer_get_store(tr, sources, nr))
+	if (nr == 0 || !sfr__transfer_get_sample_store(tr, sources, nr))
 		goto out;
-	if (!sfr__transfer_get_portion(tr) || tr->err.code)
+	if (!sfr__transfer_get_or_make_portion(tr) || tr->err.code)
 		goto out;
 	tr->samples.items = tr->store.mem;
 	nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
-	sfr__cuda_turn_begin(tr->lane);
+	sfr__cuda_acquire_turn(tr->lane);
 	tr->has_queued = true;
 	sfr__cuda_lane_queue_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
 				  tr->store.pinned, &tr->err);
-	sfr__cuda_turn_end(tr->lane);
+	sfr__cuda_release_turn(tr->lane);
 out:
 	sfr_sys.free(rows);
 	sfr_sys.free(sources);
 }
 
-bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
+bool sfr__transfer_fetch_to_store(struct sfr__transfer *tr, uint64_t src, size_t len)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	sfr__transfer_add(tr, (uint64_t)(uintptr_t)tr->store.mem, src, len, tr->store.pinned);
-	sfr__transfer_send(tr);
+	sfr__transfer_add_copy(tr, (uint64_t)(uintptr_t)tr->store.mem, src, len, tr->store.pinned);
+	sfr__transfer_send_portion(tr);
 	sfr__lock(&lane->mu);
 	while (tr->nr_users > 1) /* this thread is one; the others are portions in flight */
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	sfr__unlock(&lane->mu);
-	return !sfr__transfer_device_is_dead(tr) && tr->err.code == 0;
+	return !sfr__transfer_fail_if_device_dead(tr) && tr->err.code == 0;
 }
 
 /* ---- C and S ---------------------------------------------------------------------------- */
 
-void sfr__transfer_mark_captured(struct sfr__transfer *tr)
+void sfr__transfer_make_stream_wait(struct sfr__transfer *tr)
 {
 	CUevent captured;
 
-	sfr__cuda_turn_begin(tr->lane);
+	sfr__cuda_acquire_turn(tr->lane);
 	queue_added_copies(tr);
 	captured = sfr__cuda_record_event(tr->lane, tr->lane->stream, &tr->err);
-	sfr__cuda_turn_end(tr->lane);
+	sfr__cuda_release_turn(tr->lane);
 	make_stream_wait(tr, tr->stream, captured);
 }
 
-void sfr__transfer_mark_staged(struct sfr__transfer *tr)
+void sfr__transfer_send_and_record_staged(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 	struct sfr_err err = { .index = -1 }; /* ignored: without S the gate waits on the host */
 	CUevent event;
 
-	sfr__transfer_send(tr);
+	sfr__transfer_send_portion(tr);
 	if (sfr__cuda_is_dead(lane))
 		return;
-	sfr__cuda_turn_begin(lane);
+	sfr__cuda_acquire_turn(lane);
 	event = sfr__cuda_record_event(lane, lane->stream, &err);
-	sfr__cuda_turn_end(lane);
+	sfr__cuda_release_turn(lane);
 	sfr__lock(&lane->mu);
 	tr->staged = event;
 	sfr__unlock(&lane->mu);
 }
 
-void sfr__transfer_end(struct sfr__transfer *tr)
+void sfr__transfer_end_queueing(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_scope scope = tr->scope;
 
-	sfr__transfer_send(tr);
+	sfr__transfer_send_portion(tr);
 	sfr__cuda_batch_free(&tr->pinned);
 	sfr__cuda_batch_free(&tr->unpinned);
 	drop_user(tr); /* the client may free the transfer from here on */
@@ -411,7 +413,7 @@ static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent ev
 	return inserted;
 }
 
-bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream)
+bool sfr__transfer_gate_stream(struct sfr__transfer *tr, const struct sfr_device_stream *stream)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 	CUevent event = NULL;
@@ -437,8 +439,8 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	return host_may_go_on;
 }
 
-const struct sfr_stream *sfr__find_stream(const struct sfr_stream *streams, uint32_t nr,
-					  uint32_t device)
+const struct sfr_device_stream *sfr__find_stream(const struct sfr_device_stream *streams,
+						 uint32_t nr, uint32_t device)
 {
 	for (uint32_t i = 0; i < nr; i++)
 		if (streams[i].device == device)

@@ -154,7 +154,7 @@ static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ri
 	sfr__document_add(tl->doc, "}}");
 }
 
-void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
+void sfr__trace_drain_ring(struct sfr__ring *ring, void *arg)
 {
 	const struct sfr__timeline *tl = arg;
 	const struct sfr__trace_event *event;

@@ -13,7 +13,7 @@ struct sfr__timeline {
 };
 
 /* Moves a ring's events into the document. `timeline` is a struct sfr__timeline. */
-void sfr__trace_read_ring(struct sfr__ring *ring, void *timeline);
+void sfr__trace_drain_ring(struct sfr__ring *ring, void *timeline);
 /* Names the row `tid`. Rows are shown in ascending `order`; -1 does not change the order. */
 void sfr__trace_name_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);
 

@@ -28,7 +28,7 @@ static struct {
 static _Atomic uint64_t lost; /* events for which there was no ring */
 
 static _Thread_local struct sfr__ring *thread_ring; /* of the calling thread, or NULL */
-/* the key of each thread's ring; at_thread_end is its destructor */
+/* the key of each thread's ring; release_ring_at_thread_end is its destructor */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
 static bool have_key;
@@ -47,7 +47,7 @@ static void unlink_ring_locked(struct sfr__ring *ring)
 
 /* Called when a thread ends. Frees its ring or, if a trace is being written, leaves that to the
  * reader. */
-static void at_thread_end(void *arg)
+static void release_ring_at_thread_end(void *arg)
 {
 	struct sfr__ring *ring = arg;
 	bool free_now;
@@ -66,11 +66,11 @@ static void at_thread_end(void *arg)
 
 static void make_key(void)
 {
-	have_key = pthread_key_create(&key, at_thread_end) == 0;
+	have_key = pthread_key_create(&key, release_ring_at_thread_end) == 0;
 }
 
 /* Returns the calling thread's ring, which is made at the first call; NULL without memory. */
-static struct sfr__ring *get_ring(void)
+static struct sfr__ring *get_or_make_ring(void)
 {
 	struct sfr__ring *ring = thread_ring;
 
@@ -128,7 +128,7 @@ struct sfr__span sfr__span_begin_recording(enum sfr_trace_kind kind, uint64_t sa
 
 	if (kind == SFR_TRACE_STORAGE && number < SMALL_COPY)
 		return span;
-	ring = get_ring();
+	ring = get_or_make_ring();
 	if (ring) {
 		span.outer_save = ring->save; /* sfr__span_record restores it */
 		if (save)
@@ -147,19 +147,20 @@ void sfr__span_record(struct sfr__span *span)
 						.save = span->save,
 						.number = span->number,
 						.kind = (uint16_t)span->kind };
-	struct sfr__ring *ring = get_ring();
+	struct sfr__ring *ring = get_or_make_ring();
 
 	if (ring)
 		ring->save = span->outer_save; /* the enclosing span is the innermost again */
 	put_event(ring, &event);
 }
 
-uint64_t sfr_trace_begin_span(void)
+uint64_t sfr_trace_get_start_ns(void)
 {
 	return is_tracing() ? sfr__now_ns() : 0;
 }
 
-void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number)
+void sfr_trace_record_span(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save,
+			   uint64_t number)
 {
 	const struct sfr__trace_event event = { .start_ns = start_ns,
 						.end_ns = start_ns ? sfr__now_ns() : 0,
@@ -168,7 +169,7 @@ void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, u
 						.kind = (uint16_t)kind };
 
 	if (start_ns && is_tracing())
-		put_event(get_ring(), &event);
+		put_event(get_or_make_ring(), &event);
 }
 
 void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
@@ -184,7 +185,7 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 	if (!is_tracing())
 		return;
 	strncpy(event.name, name ? name : "", sizeof(event.name) - 1);
-	put_event(get_ring(), &event);
+	put_event(get_or_make_ring(), &event);
 }
 
 /* ---- steps ---- */
@@ -238,7 +239,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 
 	if (!trace_number)
 		return;
-	ring = get_ring();
+	ring = get_or_make_ring();
 	if (!ring) {
 		put_event(NULL, NULL); /* without a ring, only counts a lost event */
 		return;

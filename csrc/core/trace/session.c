@@ -36,7 +36,7 @@ static void write_events(bool last)
 	struct sfr__timeline timeline = { &session.doc, session.number, session.start_ns };
 	uint64_t lost;
 
-	sfr__rings_each(sfr__trace_read_ring, &timeline);
+	sfr__rings_each(sfr__trace_drain_ring, &timeline);
 	lost = sfr__rings_count_lost();
 	session.doc.nr_dropped += lost - session.nr_lost_seen;
 	if (session.doc.len || lost != session.nr_lost_seen)

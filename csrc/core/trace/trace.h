@@ -70,11 +70,12 @@ void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */
 
-/* Returns the time for sfr_trace_end, or 0 when no trace is being written. */
-uint64_t sfr_trace_begin_span(void);
+/* Returns the time for sfr_trace_record_span, or 0 when no trace is being written. */
+uint64_t sfr_trace_get_start_ns(void);
 /* Records a span of the calling thread from `start_ns` until now, or nothing if start_ns is 0.
  * `save` is a ticket's number, or 0. SFR_TRACE_LIST says what `number` counts. */
-void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
+void sfr_trace_record_span(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save,
+			   uint64_t number);
 /* Records that an optimizer's step begins or has ended on the calling thread. `optimizer` is any
  * number that identifies the optimizer. Steps may be nested. A step that raised an exception is
  * dropped when the optimizer's next step begins or an enclosing step ends. */

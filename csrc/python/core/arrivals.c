@@ -53,9 +53,9 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 	return Py_BuildValue("(Ki)", (unsigned long long)number, fd);
 }
 
-static PyObject *arrivals_next(PyObject *object, PyObject *unused)
+static PyObject *arrivals_next_wanted_range(PyObject *object, PyObject *unused)
 {
-	struct sfr_wanted range;
+	struct sfr_arrivals_wanted_range range;
 	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
 	int rc = sfr_py_unlocked(sfr_arrivals_next(arrivals_of(object), SFR_FOREVER, &range));
 
@@ -84,7 +84,7 @@ static PyObject *arrivals_put(PyObject *object, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *arrivals_fail(PyObject *object, PyObject *number)
+static PyObject *arrivals_fail_file(PyObject *object, PyObject *number)
 {
 	uint64_t file_number;
 
@@ -106,7 +106,7 @@ static PyObject *arrivals_close(PyObject *object, PyObject *number)
 	Py_RETURN_NONE;
 }
 
-static PyObject *arrivals_end(PyObject *object, PyObject *unused)
+static PyObject *arrivals_close_all(PyObject *object, PyObject *unused)
 {
 	Py_BEGIN_ALLOW_THREADS
 	sfr_arrivals_end(arrivals_of(object));
@@ -118,15 +118,15 @@ static PyMethodDef methods[] = {
 	{ "open", arrivals_open, METH_VARARGS,
 	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes are fetched in chunks when "
 	  "they are read. `number` names the file in the other calls. This object closes `fd`." },
-	{ "next", arrivals_next, METH_NOARGS,
+	{ "next", arrivals_next_wanted_range, METH_NOARGS,
 	  "next() -> (number, start, end): waits until a reader needs bytes of a file. The caller fetches "
 	  "these bytes, then calls put() or fail(). Returns None after end()." },
 	{ "put", arrivals_put, METH_VARARGS,
 	  "put(number, start, data): hands over the bytes that next() asked for." },
-	{ "fail", arrivals_fail, METH_O,
+	{ "fail", arrivals_fail_file, METH_O,
 	  "fail(number): the file's bytes cannot be fetched. Reads that wait for them raise OSError." },
 	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
-	{ "end", arrivals_end, METH_NOARGS,
+	{ "end", arrivals_close_all, METH_NOARGS,
 	  "end(): closes all files, and makes next return None." },
 	{ NULL, NULL, 0, NULL },
 };
@@ -150,8 +150,8 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 	if (!PyArg_ParseTuple(args, "i|O:arrive", &fd, &timeout))
 		return NULL;
 	w = sfr_py_wait_state(timeout);
-	while (sfr_py_next_slice(&w))
-		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
+	while (sfr_py_begin_next_slice(&w))
+		w.rc = sfr_py_unlocked(sfr_arrivals_wait_for_whole_file(fd, w.slice_ns));
 	if (w.rc != 0 && w.rc != SFR_EAGAIN) /* SFR_EAGAIN: the timeout passed */
 		return sfr_py_raise_os(sfr_py_state(module), w.rc);
 	return PyBool_FromLong(w.rc == 0);

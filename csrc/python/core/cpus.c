@@ -31,7 +31,7 @@ static PyObject *set_cpus(PyObject *module, PyObject *args)
 	if (!cpus)
 		return PyErr_NoMemory();
 	rc = read_cpus(tuple, cpus, nr);
-	if (rc == 0 && sfr_cpus_set(cpus, (size_t)nr) < 0) {
+	if (rc == 0 && sfr_cpus_set_for_new_threads(cpus, (size_t)nr) < 0) {
 		PyErr_SetString(PyExc_ValueError, "no CPU has this number");
 		rc = -1;
 	}

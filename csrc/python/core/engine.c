@@ -63,7 +63,7 @@ static PyObject *engine_close(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:close", &timeout))
 		return NULL;
 	w = sfr_py_wait_state(timeout);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_engine_close(engine_of(object), w.slice_ns));
 	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
 }
@@ -117,26 +117,26 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 	return PyUnicode_FromString(why); /* '' after a success */
 }
 
-static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
+static PyObject *engine_has_pinned_address(PyObject *object, PyObject *number)
 {
 	uint64_t address;
 
 	if (sfr_py_int_to_u64(number, &address) < 0)
 		return NULL;
-	return PyBool_FromLong(sfr_engine_has_pinned(engine_of(object), address));
+	return PyBool_FromLong(sfr_engine_is_addr_pinned(engine_of(object), address));
 }
 
-static PyObject *engine_driver(PyObject *object, PyObject *unused)
+static PyObject *engine_describe_driver(PyObject *object, PyObject *unused)
 {
 	char text[1024];
-	int rc = sfr_py_unlocked(sfr_engine_driver(engine_of(object), text, sizeof(text)));
+	int rc = sfr_py_unlocked(sfr_engine_describe_driver(engine_of(object), text, sizeof(text)));
 
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_decode_text(text);
 }
 
 static PyObject *pools_hold(PyObject *module, PyObject *unused)
 {
-	return PyLong_FromUnsignedLongLong(sfr_pools_hold());
+	return PyLong_FromUnsignedLongLong(sfr_pools_committed_bytes());
 }
 
 static PyMethodDef functions[] = {
@@ -158,9 +158,9 @@ static PyMethodDef methods[] = {
 	{ "use_device", engine_use_device, METH_O,
 	  "use_device(number) -> str: makes the lane (thread and stream) that copies from the device, "
 	  "and lets warm_up pin memory for it. Returns '', or why the device cannot be used." },
-	{ "has_pinned", engine_has_pinned, METH_O,
+	{ "has_pinned", engine_has_pinned_address, METH_O,
 	  "has_pinned(address) -> bool: whether the address is in pinned memory of the pool." },
-	{ "driver", engine_driver, METH_NOARGS,
+	{ "driver", engine_describe_driver, METH_NOARGS,
 	  "driver() -> str: a sentence about the CUDA driver and dead devices." },
 	{ NULL, NULL, 0, NULL },
 };

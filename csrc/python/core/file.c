@@ -135,7 +135,7 @@ static int read_exactly(struct sfr_py_file *self, char *to, size_t len)
 		size_t slice = len < SLICE ? len : SLICE;
 
 		/* announces all that follows, so that a remote file can be fetched in advance */
-		sfr__source_will_read(&self->source, self->pos, self->pos + len);
+		sfr__source_announce_read(&self->source, self->pos, self->pos + len);
 		got = read_at_position(self, to, slice);
 		if (got < 0)
 			return -1;
@@ -256,7 +256,7 @@ static PyObject *read_at(PyObject *module, PyObject *args)
 	if (bytes == NULL)
 		return NULL;
 	sfr__source_open(&source, fd, 0 /* the file's start */, SFR__WAY_CACHE);
-	sfr__source_will_read(&source, off, off + (uint64_t)len);
+	sfr__source_announce_read(&source, off, off + (uint64_t)len);
 	got = read_some(sfr_py_state(module), &source, PyBytes_AsString(bytes), (size_t)len, off);
 	sfr__source_close(&source);
 	if (got == len)

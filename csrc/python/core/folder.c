@@ -56,12 +56,13 @@ static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 			     sfr_py_decode_text(err->note)); /* file names need not be UTF-8 */
 }
 
-static PyObject *folder_open(PyObject *object, PyObject *unused)
+static PyObject *folder_make_temporary(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
-	int rc = sfr_py_unlocked(sfr_folder_open(folder_of(object), &err));
-	PyObject *path = rc < 0 ? Py_NewRef(Py_None) :
-				  PyUnicode_DecodeFSDefault(sfr_folder_path(folder_of(object)));
+	int rc = sfr_py_unlocked(sfr_folder_make_temporary(folder_of(object), &err));
+	PyObject *path =
+		rc < 0 ? Py_NewRef(Py_None) :
+			 PyUnicode_DecodeFSDefault(sfr_folder_temporary_path(folder_of(object)));
 
 	return path ? result_tuple(path, &err) : NULL;
 }
@@ -86,23 +87,23 @@ static PyObject *folder_commit(PyObject *object, PyObject *unused)
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
-static PyObject *folder_clear(PyObject *object, PyObject *unused)
+static PyObject *folder_remove_leftovers(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err));
+	(void)sfr_py_unlocked(sfr_folder_clean_up(folder_of(object), &err));
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
 static PyMethodDef methods[] = {
-	{ "open", folder_open, METH_NOARGS,
+	{ "open", folder_make_temporary, METH_NOARGS,
 	  "open() -> (path or None, code, phase, note): makes the temporary directory." },
 	{ "sync", folder_sync, METH_NOARGS,
 	  "sync() -> (bytes of all files, code, phase, note): syncs all files and directories." },
 	{ "commit", folder_commit, METH_NOARGS,
 	  "commit() -> (None, code, phase, note): gives the directory its name and syncs the "
 	  "parent." },
-	{ "clear", folder_clear, METH_NOARGS,
+	{ "clear", folder_remove_leftovers, METH_NOARGS,
 	  "clear() -> (None, code, phase, note): before commit() removes the new directory. After it "
 	  "removes the old directory, which the new one has replaced." },
 	{ NULL, NULL, 0, NULL },
@@ -125,7 +126,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 	if (!dir)
 		return NULL;
-	sfr_py_unlocked_void(sfr_tidy(dir));
+	sfr_py_unlocked_void(sfr_clean_up_after_dead_writers(dir));
 	Py_RETURN_NONE;
 }
 

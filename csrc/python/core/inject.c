@@ -21,7 +21,7 @@ static PyObject *install_injection(PyObject *self, PyObject *unused)
 }
 
 /* Reads the six fields of a fault. The string fault->call lives as long as `args`. */
-static int get_fault(PyObject *args, struct sfr_fault *fault)
+static int parse_fault_arguments(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;
 	long long limit;
@@ -44,9 +44,9 @@ static PyObject *set_fault(PyObject *self, PyObject *args)
 	struct sfr_fault fault;
 	int rc;
 
-	if (get_fault(args, &fault) < 0)
+	if (parse_fault_arguments(args, &fault) < 0)
 		return NULL;
-	rc = sfr_inject_set(&fault);
+	rc = sfr_inject_add_fault(&fault);
 	if (rc == -EINVAL)
 		return PyErr_Format(PyExc_ValueError, "no such fault can be put on call '%s'",
 				    fault.call);
@@ -63,7 +63,7 @@ static PyObject *drop_fault(PyObject *self, PyObject *args)
 {
 	struct sfr_fault fault;
 
-	if (get_fault(args, &fault) < 0)
+	if (parse_fault_arguments(args, &fault) < 0)
 		return NULL;
 	return PyBool_FromLong(sfr_inject_remove_fault(&fault) == 0);
 }
@@ -108,7 +108,7 @@ static PyObject *tune_cuda(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &portion_bytes, &nr_in_flight))
 		return NULL;
-	sfr__cuda_tune(portion_bytes, nr_in_flight);
+	sfr__cuda_set_portion_limits(portion_bytes, nr_in_flight);
 	Py_RETURN_NONE;
 }
 
@@ -121,7 +121,7 @@ static PyObject *tune_log(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "K:log_tune", &patience_ns))
 		return NULL;
-	sfr_log_tune(patience_ns);
+	sfr_log_set_patience(patience_ns);
 	Py_RETURN_NONE;
 }
 

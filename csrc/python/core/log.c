@@ -19,7 +19,7 @@ static PyObject *log_remove(PyObject *module, PyObject *key)
 
 	if (!path)
 		return NULL;
-	rc = sfr_py_unlocked(sfr_log_remove(path, NULL));
+	rc = sfr_py_unlocked(sfr_log_append_remove(path, NULL));
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
@@ -29,7 +29,7 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 {
 	const char *path = PyBytes_AsString(key);
 
-	return path ? PyLong_FromLong(sfr_log_exists(path)) : NULL;
+	return path ? PyLong_FromLong(sfr_log_will_exist(path)) : NULL;
 }
 
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
@@ -37,7 +37,7 @@ static PyObject *log_drain(PyObject *module, PyObject *timeout)
 	struct sfr_py_wait_state w = sfr_py_wait_state(timeout);
 	uint64_t last_entry = 0; /* the first slice sets it: all slices wait for this entry */
 
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_drain(&last_entry, w.slice_ns));
 	if (w.rc != 0 && w.rc != SFR_EAGAIN) /* SFR_EAGAIN: the timeout passed */
 		return sfr_py_raise(sfr_py_state(module), w.rc);
@@ -53,7 +53,7 @@ static PyObject *log_unanswered(PyObject *module, PyObject *unused)
 {
 	char text[1024];
 
-	if (!sfr_log_unanswered(text, sizeof(text)))
+	if (!sfr_log_describe_hang(text, sizeof(text)))
 		text[0] = '\0';
 	return PyUnicode_DecodeFSDefault(text);
 }
@@ -88,14 +88,14 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	if (!result) { /* no memory: post the notice again, because the exit waits for it */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
-		sfr_notice_again(&notice);
+		sfr_notice_put_back(&notice);
 	}
 	return result;
 }
 
 static PyObject *notice_stop(PyObject *module, PyObject *unused)
 {
-	sfr_notice_stop();
+	sfr_notice_post_stop();
 	Py_RETURN_NONE;
 }
 
@@ -162,12 +162,12 @@ static void load_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static PyObject *load_open(PyObject *object, PyObject *unused)
+static PyObject *load_wait_and_open_file(PyObject *object, PyObject *unused)
 {
 	struct sfr_py_log_load *self = (struct sfr_py_log_load *)object;
 	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_load_wait(self->load, w.slice_ns, &self->fd));
 	if (w.rc != 0)
 		return sfr_py_raise_os(sfr_py_state_of(object), w.rc);
@@ -175,7 +175,7 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef load_methods[] = {
-	{ "open", load_open, METH_NOARGS,
+	{ "open", load_wait_and_open_file, METH_NOARGS,
 	  "open(): waits for the saves and removes of the path that were submitted before this load, "
 	  "then opens the file. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,

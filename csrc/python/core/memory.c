@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-struct sfr_py_memory {
+struct sfr_py_snapshot_memory {
 	PyObject_HEAD
 	/* with a reference, and a view that keeps the memory leased */
 	struct sfr_snapshot *snapshot;
@@ -21,7 +21,7 @@ struct sfr_py_memory {
 
 static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
-	struct sfr_py_memory *self = (struct sfr_py_memory *)object;
+	struct sfr_py_snapshot_memory *self = (struct sfr_py_snapshot_memory *)object;
 	const int readonly = 0;
 
 	return PyBuffer_FillInfo(view, object, self->base, self->len, readonly, flags);
@@ -29,12 +29,12 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 
 static void memory_dealloc(PyObject *object)
 {
-	struct sfr_snapshot *snapshot = ((struct sfr_py_memory *)object)->snapshot;
+	struct sfr_snapshot *snapshot = ((struct sfr_py_snapshot_memory *)object)->snapshot;
 
 	PyObject_ClearWeakRefs(object);
 	if (snapshot) {
 		Py_BEGIN_ALLOW_THREADS
-		sfr_snapshot_unview(snapshot);
+		sfr_snapshot_remove_view(snapshot);
 		sfr_snapshot_put(snapshot);
 		Py_END_ALLOW_THREADS
 	}
@@ -43,12 +43,12 @@ static void memory_dealloc(PyObject *object)
 
 static Py_ssize_t memory_length(PyObject *object)
 {
-	return ((struct sfr_py_memory *)object)->len;
+	return ((struct sfr_py_snapshot_memory *)object)->len;
 }
 
 static PyMemberDef memory_members[] = {
-	{ "__weaklistoffset__", T_PYSSIZET, offsetof(struct sfr_py_memory, weak_references),
-	  READONLY, NULL },
+	{ "__weaklistoffset__", T_PYSSIZET,
+	  offsetof(struct sfr_py_snapshot_memory, weak_references), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 
@@ -61,16 +61,17 @@ static PyType_Slot memory_slots[] = {
 	{ 0, NULL },
 };
 
-SFR_PY_TYPE(memory_spec, "SnapshotMemory", struct sfr_py_memory, Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	    memory_slots);
+SFR_PY_TYPE(memory_spec, "SnapshotMemory", struct sfr_py_snapshot_memory,
+	    Py_TPFLAGS_DISALLOW_INSTANTIATION, memory_slots);
 
-PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
+PyObject *sfr_py_snapshot_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
 {
-	struct sfr_py_memory *self = (struct sfr_py_memory *)sfr_py_alloc(state->memory_type);
+	struct sfr_py_snapshot_memory *self =
+		(struct sfr_py_snapshot_memory *)sfr_py_alloc(state->memory_type);
 	uint64_t len;
 
 	if (!self) {
-		sfr_snapshot_unview(snapshot);
+		sfr_snapshot_remove_view(snapshot);
 		return NULL;
 	}
 	sfr_snapshot_memory(snapshot, &self->base, &len);

@@ -25,7 +25,7 @@ struct sfr_py_snapshot {
 
 /* memory.c: makes a SnapshotMemory. Takes over the caller's view of the snapshot, even if it
  * fails. */
-PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
+PyObject *sfr_py_snapshot_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
 /* piece.c: waits for the next piece of a save with SFR_SAVE_STREAM (sfr/stream.h), at most
  * `timeout` seconds (None or NULL: without limit). Returns a Piece, or None after the timeout. */
@@ -36,7 +36,7 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 
 /* streams.c: reads a tuple of (device, handle of its current stream) into `streams`. Returns their
  * number, or -1 with an exception set. */
-int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
+int sfr_py_read_streams(PyObject *tuple, struct sfr_device_stream streams[SFR_PY_MAX_STREAMS]);
 
 /* report.c: makes a dict of a save's report. */
 PyObject *sfr_py_report_as_dict(const struct sfr_report *report);

@@ -19,7 +19,7 @@ static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t str
 	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	int64_t torn;
 
-	while (sfr_py_next_slice(&w)) {
+	while (sfr_py_begin_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
 		if (w.rc == SFR_EAGAIN)
@@ -71,7 +71,7 @@ out:
 
 static void onload_dealloc(PyObject *object)
 {
-	sfr_py_unlocked_void(sfr_onload_put(((struct sfr_py_onload *)object)->onload));
+	sfr_py_unlocked_void(sfr_onload_wait_and_free(((struct sfr_py_onload *)object)->onload));
 	sfr_py_free(object);
 }
 
@@ -80,7 +80,7 @@ static struct sfr_onload *onload_of(PyObject *object)
 	return ((struct sfr_py_onload *)object)->onload;
 }
 
-static PyObject *onload_order(PyObject *object, PyObject *handle)
+static PyObject *onload_make_stream_wait(PyObject *object, PyObject *handle)
 {
 	uint64_t stream;
 
@@ -88,7 +88,8 @@ static PyObject *onload_order(PyObject *object, PyObject *handle)
 		return NULL;
 	/* SFR_EAGAIN: the stream cannot wait for the copies */
 	return sfr_py_bool_or_raise(object,
-				    sfr_py_unlocked(sfr_onload_order(onload_of(object), stream)),
+				    sfr_py_unlocked(sfr_onload_make_stream_wait(onload_of(object),
+										stream)),
 				    SFR_EAGAIN);
 }
 
@@ -103,7 +104,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_onload_wait(onload_of(object), w.slice_ns));
 	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
 }
@@ -129,7 +130,7 @@ static PyObject *onload_times(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
-	{ "order", onload_order, METH_O,
+	{ "order", onload_make_stream_wait, METH_O,
 	  "order(stream) -> bool: makes the stream wait for the copies. False if the stream cannot: "
 	  "then call wait()." },
 	{ "wait", onload_wait, METH_VARARGS,

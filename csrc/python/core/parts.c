@@ -72,7 +72,7 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	tensor.addr = addr;
 	tensor.nbytes = nbytes;
 	tensor.ndim = (uint32_t)nr;
-	return sfr_parts_tensor(parts, &tensor);
+	return sfr_parts_add_tensor(parts, &tensor);
 }
 
 /* Appends a copy of the bytes of a bytes-like object. Returns 0, -1 with an exception set, or an
@@ -84,7 +84,7 @@ static int add_bytes(struct sfr_parts *parts, PyObject *item)
 
 	if (PyObject_GetBuffer(item, &view, PyBUF_SIMPLE) < 0)
 		return -1;
-	rc = sfr_parts_bytes(parts, view.buf, (size_t)view.len);
+	rc = sfr_parts_add_bytes(parts, view.buf, (size_t)view.len);
 	PyBuffer_Release(&view);
 	return rc;
 }
@@ -98,7 +98,7 @@ static PyObject *parts_append(PyObject *object, PyObject *items)
 	ranges = sequence ? PyList_New(0) : NULL;
 	for (Py_ssize_t i = 0; ranges && i < PySequence_Size(sequence); i++) {
 		PyObject *item = PySequence_GetItem(sequence, i), *range = NULL;
-		uint64_t off = sfr_parts_len(parts);
+		uint64_t off = sfr_parts_file_len(parts);
 		int rc = -1;
 
 		if (item)
@@ -106,7 +106,8 @@ static PyObject *parts_append(PyObject *object, PyObject *items)
 		Py_XDECREF(item);
 		if (rc == 0)
 			range = Py_BuildValue("KK", (unsigned long long)off,
-					      (unsigned long long)(sfr_parts_len(parts) - off));
+					      (unsigned long long)(sfr_parts_file_len(parts) -
+								   off));
 		else if (!PyErr_Occurred())
 			(void)sfr_py_raise(sfr_py_state_of(object), rc); /* always NULL */
 		if (!range || PyList_Append(ranges, range) < 0)
@@ -117,17 +118,18 @@ static PyObject *parts_append(PyObject *object, PyObject *items)
 	return ranges;
 }
 
-static PyObject *parts_source(PyObject *object, PyObject *args)
+static PyObject *parts_append_source(PyObject *object, PyObject *args)
 {
 	unsigned long long addr, nbytes;
 
 	if (!PyArg_ParseTuple(args, "KK:source", &addr, &nbytes))
 		return NULL;
-	return sfr_py_none_or_raise(object, sfr_parts_source(((struct sfr_py_parts *)object)->parts,
-							     addr, nbytes));
+	return sfr_py_none_or_raise(object,
+				    sfr_parts_add_source(((struct sfr_py_parts *)object)->parts,
+							 addr, nbytes));
 }
 
-static PyObject *parts_crc(PyObject *object, PyObject *number)
+static PyObject *parts_append_crc_field(PyObject *object, PyObject *number)
 {
 	uint64_t source;
 	int rc = -EINVAL;
@@ -135,13 +137,14 @@ static PyObject *parts_crc(PyObject *object, PyObject *number)
 	if (sfr_py_int_to_u64(number, &source) < 0)
 		return NULL;
 	if (source <= UINT32_MAX)
-		rc = sfr_parts_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);
+		rc = sfr_parts_add_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);
 	return sfr_py_none_or_raise(object, rc);
 }
 
 static PyObject *parts_nbytes(PyObject *object, void *closure)
 {
-	return PyLong_FromUnsignedLongLong(sfr_parts_len(((struct sfr_py_parts *)object)->parts));
+	return PyLong_FromUnsignedLongLong(sfr_parts_file_len(((struct sfr_py_parts *)object)
+								      ->parts));
 }
 
 static PyMethodDef methods[] = {
@@ -149,10 +152,10 @@ static PyMethodDef methods[] = {
 	  "append(items) -> [(offset, length)], the offset and length of each item in the file. An item"
 	  " is a bytes-like object, or a tuple (storage, numel, sizes, strides, address, nbytes): a"
 	  " tensor, which is appended as an archive of its own." },
-	{ "source", parts_source, METH_VARARGS,
+	{ "source", parts_append_source, METH_VARARGS,
 	  "source(address, nbytes): appends memory, which must not change until the save has "
 	  "ended." },
-	{ "crc", parts_crc, METH_O,
+	{ "crc", parts_append_crc_field, METH_O,
 	  "crc(source): appends four bytes for the CRC-32 of an earlier source." },
 	{ NULL, NULL, 0, NULL },
 };

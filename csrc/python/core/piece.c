@@ -11,7 +11,7 @@
 struct sfr_py_piece {
 	PyObject_HEAD
 	struct sfr_ticket *ticket; /* a reference */
-	struct sfr_piece piece;
+	struct sfr_file_piece piece;
 };
 
 static int piece_getbuffer(PyObject *object, Py_buffer *view, int flags)
@@ -48,7 +48,7 @@ static PyObject *piece_offset(PyObject *object, void *closure)
 
 static PyObject *piece_copy(PyObject *object, PyObject *args)
 {
-	const struct sfr_piece *piece = &((struct sfr_py_piece *)object)->piece;
+	const struct sfr_file_piece *piece = &((struct sfr_py_piece *)object)->piece;
 	Py_ssize_t from, to;
 	PyObject *copy;
 
@@ -103,8 +103,9 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 	if (!self)
 		return NULL;
 	w = sfr_py_wait_state(timeout);
-	while (sfr_py_next_slice(&w))
-		w.rc = sfr_py_unlocked(sfr_stream_next(ticket, w.slice_ns, &self->piece));
+	while (sfr_py_begin_next_slice(&w))
+		w.rc = sfr_py_unlocked(sfr_stream_take_next_piece(ticket, w.slice_ns,
+								  &self->piece));
 	if (w.rc == 0) {
 		sfr_ticket_get(ticket);
 		self->ticket = ticket;

@@ -42,7 +42,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	struct sfr_restore *restore;
 
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
 	if (w.rc == SFR_PY_RAISED) { /* a signal handler raised before the core took the check */
 		sfr_check_free(check);
@@ -88,7 +88,7 @@ static struct sfr_restore *require_open_restore(PyObject *object)
 /* Returns 0 if there is a record `index`, else -1 with an IndexError. */
 static int require_record(const struct sfr_restore *restore, uint64_t index)
 {
-	if (index < sfr_restore_nr(restore))
+	if (index < sfr_restore_nr_records(restore))
 		return 0;
 	PyErr_SetString(PyExc_IndexError, "there are fewer records");
 	return -1;
@@ -110,7 +110,8 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 	if (restore == NULL || !PyArg_ParseTuple(args, "KK:sizes", &first, &least))
 		return NULL;
 	list = PyList_New(0);
-	for (uint64_t i = first; list != NULL && i < sfr_restore_nr(restore) && sum < least; i++) {
+	for (uint64_t i = first; list != NULL && i < sfr_restore_nr_records(restore) && sum < least;
+	     i++) {
 		PyObject *size = PyLong_FromUnsignedLongLong(sfr_restore_nbytes(restore, i));
 
 		if (size == NULL || PyList_Append(list, size) < 0)
@@ -122,7 +123,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 	return list;
 }
 
-static PyObject *restore_into(PyObject *object, PyObject *args)
+static PyObject *restore_set_destinations(PyObject *object, PyObject *args)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long first;
@@ -138,13 +139,13 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 			return NULL;
 		if (require_record(restore, first + (uint64_t)i) < 0)
 			return NULL;
-		sfr_restore_into(restore, first + (uint64_t)i, mem);
+		sfr_restore_set_destination(restore, first + (uint64_t)i, mem);
 	}
 	Py_RETURN_NONE;
 }
 
 /* Does not raise if the device cannot be used, but returns the reason. */
-static PyObject *restore_device(PyObject *object, PyObject *args)
+static PyObject *restore_use_device(PyObject *object, PyObject *args)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long stream;
@@ -154,13 +155,13 @@ static PyObject *restore_device(PyObject *object, PyObject *args)
 
 	if (restore == NULL || !PyArg_ParseTuple(args, "IK:device", &device, &stream))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_restore_device(restore, device, stream, why, sizeof(why)));
+	rc = sfr_py_unlocked(sfr_restore_prepare_device(restore, device, stream, why, sizeof(why)));
 	if (rc == 0)
 		Py_RETURN_NONE;
 	return PyUnicode_FromString(why[0] != '\0' ? why : sfr_code_message(rc));
 }
 
-static PyObject *restore_into_device(PyObject *object, PyObject *args)
+static PyObject *restore_set_device_destination(PyObject *object, PyObject *args)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index, mem;
@@ -169,11 +170,11 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem) ||
 	    require_record(restore, index) < 0)
 		return NULL;
-	sfr_restore_into_device(restore, index, device, mem);
+	sfr_restore_set_device_destination(restore, index, device, mem);
 	Py_RETURN_NONE;
 }
 
-static PyObject *restore_go(PyObject *object, PyObject *upto)
+static PyObject *restore_allow_records(PyObject *object, PyObject *upto)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long nr = PyLong_AsUnsignedLongLong(upto);
@@ -200,25 +201,25 @@ static PyObject *restore_find(PyObject *object, PyObject *name)
 	if (text == NULL)
 		return NULL;
 	index = sfr_restore_find(restore, text, (size_t)len);
-	if (index == sfr_restore_nr(restore))
+	if (index == sfr_restore_nr_records(restore))
 		return PyLong_FromLong(-1);
 	return PyLong_FromUnsignedLongLong(index);
 }
 
 /* Returns how many records must have destinations before record `number` can be read. */
-static PyObject *restore_reach(PyObject *object, PyObject *number)
+static PyObject *restore_count_needed_records(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
 	if (restore == NULL || PyErr_Occurred() || require_record(restore, index) < 0)
 		return NULL;
-	return PyLong_FromUnsignedLongLong(sfr_reader_nr_to_allow(sfr_restore_reader(restore),
-								  index));
+	return PyLong_FromUnsignedLongLong(
+		sfr_reader_count_records_to_allow(sfr_restore_reader(restore), index));
 }
 
 /* Stops reading after the last bytes that record `number` needs, until the next call. */
-static PyObject *restore_until(PyObject *object, PyObject *number)
+static PyObject *restore_stop_after_record(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
@@ -238,11 +239,11 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
 	/* The number of records, as an index, means all records. */
-	if (index != sfr_restore_nr(restore) && require_record(restore, index) < 0)
+	if (index != sfr_restore_nr_records(restore) && require_record(restore, index) < 0)
 		return NULL;
 	/* Ask first without releasing the interpreter lock: faster if the record is read. */
 	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
 						       w.slice_ns));
 	/* SFR_EUNPLACED: go() was not called for this record, so it would never be read. */
@@ -267,7 +268,7 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 			     (unsigned long long)failure->off, failure->reason);
 }
 
-static PyObject *restore_done(PyObject *object, PyObject *unused)
+static PyObject *restore_bytes_read(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 
@@ -276,32 +277,33 @@ static PyObject *restore_done(PyObject *object, PyObject *unused)
 	return PyLong_FromUnsignedLongLong(sfr_reader_bytes_read(sfr_restore_reader(restore)));
 }
 
-static PyObject *restore_nr(PyObject *object, void *unused)
+static PyObject *restore_nr_records(PyObject *object, void *unused)
 {
 	struct sfr_restore *restore = require_open_restore(object);
 
-	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_nr(restore));
+	return restore == NULL ? NULL :
+				 PyLong_FromUnsignedLongLong(sfr_restore_nr_records(restore));
 }
 
 static PyMethodDef methods[] = {
 	{ "sizes", restore_sizes, METH_VARARGS,
 	  "sizes(first, least) -> list: the lengths in bytes of the records from `first` on, until "
 	  "the sum of length + 1 reaches `least`." },
-	{ "into", restore_into, METH_VARARGS,
+	{ "into", restore_set_destinations, METH_VARARGS,
 	  "into(first, addresses): sets the destinations of the records from `first` on. A record "
 	  "with address 0 is only checked." },
-	{ "device", restore_device, METH_VARARGS,
+	{ "device", restore_use_device, METH_VARARGS,
 	  "device(number, stream) -> None, or why the device cannot be used. Call it before "
 	  "into_device. Records are written to the device after the work that is on the stream now." },
-	{ "into_device", restore_into_device, METH_VARARGS,
+	{ "into_device", restore_set_device_destination, METH_VARARGS,
 	  "into_device(index, device, address): sets the destination of one record in a "
 	  "device's memory." },
-	{ "go", restore_go, METH_O,
+	{ "go", restore_allow_records, METH_O,
 	  "go(upto): lets the first `upto` records be read. Their destinations must be set." },
 	{ "find", restore_find, METH_O, "find(name) -> the index of a record, or -1." },
-	{ "reach", restore_reach, METH_O,
+	{ "reach", restore_count_needed_records, METH_O,
 	  "reach(index) -> how many records need destinations before this one can be read." },
-	{ "until", restore_until, METH_O,
+	{ "until", restore_stop_after_record, METH_O,
 	  "until(index): reads only as far as this record needs, until the next call of until." },
 	{ "wait", restore_wait, METH_O,
 	  "wait(index) -> bool: waits until the record is read and checked, or with index `nr` every "
@@ -310,14 +312,15 @@ static PyMethodDef methods[] = {
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "
 	  "failure; the code is 0, -errno or ECORRUPT." },
-	{ "done", restore_done, METH_NOARGS, "done() -> int: bytes of the file that were read." },
+	{ "done", restore_bytes_read, METH_NOARGS,
+	  "done() -> int: bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS,
 	  "close(): waits for the reads in flight, and ends the restore. Other methods then raise." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyGetSetDef getset[] = {
-	{ "nr", restore_nr, NULL, "the number of records", NULL },
+	{ "nr", restore_nr_records, NULL, "the number of records", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

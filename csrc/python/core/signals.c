@@ -9,7 +9,7 @@ static PyObject *leave_signal(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "ip:leave_signal", &signum, &at_once))
 		return NULL;
-	rc = sfr_signals_leave(signum, at_once != 0);
+	rc = sfr_signals_leave_to_parent(signum, at_once != 0);
 	if (rc < 0)
 		return sfr_py_raise_os(sfr_py_state(module), rc);
 	Py_RETURN_NONE;

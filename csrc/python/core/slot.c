@@ -24,7 +24,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	self = (struct sfr_py_slot *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_slot_take(engine->engine, flags, w.slice_ns,
 						     &self->slot));
 	if (w.rc == 0)
@@ -41,13 +41,13 @@ static struct sfr_slot *slot_of(PyObject *object)
 static void slot_dealloc(PyObject *object)
 {
 	/* If this drops the engine's last reference, the call waits for its threads to end. */
-	sfr_py_unlocked_void(sfr_slot_put(slot_of(object)));
+	sfr_py_unlocked_void(sfr_slot_free(slot_of(object)));
 	sfr_py_free(object);
 }
 
-static PyObject *slot_launched(PyObject *object, PyObject *unused)
+static PyObject *slot_mark_launched(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_slot_launched(slot_of(object)));
+	sfr_py_unlocked_void(sfr_slot_mark_launched(slot_of(object)));
 	Py_RETURN_NONE;
 }
 
@@ -59,11 +59,11 @@ static PyObject *slot_give_back(PyObject *object, PyObject *unused)
 
 static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 {
-	return PyBool_FromLong(sfr_py_unlocked(sfr_slot_is_over(slot_of(object))));
+	return PyBool_FromLong(sfr_py_unlocked(sfr_slot_is_given_back(slot_of(object))));
 }
 
 static PyMethodDef methods[] = {
-	{ "launched", slot_launched, METH_NOARGS,
+	{ "launched", slot_mark_launched, METH_NOARGS,
 	  "launched(): records that the call which took the slot is over. Until then close() of the "
 	  "engine on this thread does not wait for the slot." },
 	{ "give_back", slot_give_back, METH_NOARGS,

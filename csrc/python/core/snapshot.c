@@ -60,17 +60,17 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:lease", &timeout))
 		return NULL;
 	w = sfr_py_wait_state(timeout);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
-		return sfr_py_memory_new(sfr_py_state_of(object), s);
+		return sfr_py_snapshot_memory_new(sfr_py_state_of(object), s);
 	return sfr_py_none_or_raise(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_device_stream streams[SFR_PY_MAX_STREAMS];
 	PyObject *tuple = NULL;
 	struct sfr_err err;
 	int rc = 0, nr = 0;
@@ -82,7 +82,7 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 	if (nr < 0)
 		return NULL;
 	if (nr > 0)
-		rc = sfr_snapshot_streams(s, streams, (uint32_t)nr);
+		rc = sfr_snapshot_set_streams(s, streams, (uint32_t)nr);
 	Py_BEGIN_ALLOW_THREADS
 	if (rc == 0)
 		rc = sfr_snapshot_start(s);
@@ -96,14 +96,14 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_device_stream streams[SFR_PY_MAX_STREAMS];
 	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
 	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	int64_t torn;
 
 	if (nr < 0)
 		return NULL;
-	while (sfr_py_next_slice(&w)) {
+	while (sfr_py_begin_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, w.slice_ns);
 		/* a wait of 0 ns: asks whether all copies have ended already */
@@ -156,45 +156,46 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED) /* raised for a bad timeout */
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_wait(s, w.slice_ns, &torn));
 	copied = sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: timeout */
 	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;
 }
 
-static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
+static PyObject *snapshot_add_hold(PyObject *object, PyObject *unused)
 {
 	/* SFR_ESTATE: the memory has been returned */
-	return sfr_py_bool_or_raise(object, sfr_py_unlocked(sfr_snapshot_hold(snapshot_of(object))),
+	return sfr_py_bool_or_raise(object,
+				    sfr_py_unlocked(sfr_snapshot_add_hold(snapshot_of(object))),
 				    SFR_ESTATE);
 }
 
-static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
+static PyObject *snapshot_remove_hold(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_snapshot_unhold(snapshot_of(object)));
+	sfr_py_unlocked_void(sfr_snapshot_remove_hold(snapshot_of(object)));
 	Py_RETURN_NONE;
 }
 
-static PyObject *snapshot_view(PyObject *object, PyObject *unused)
+static PyObject *snapshot_add_view(PyObject *object, PyObject *unused)
 {
 	return sfr_py_none_or_raise(object,
-				    sfr_py_unlocked(sfr_snapshot_view(snapshot_of(object))));
+				    sfr_py_unlocked(sfr_snapshot_add_view(snapshot_of(object))));
 }
 
-static PyObject *snapshot_unview(PyObject *object, PyObject *unused)
+static PyObject *snapshot_remove_view(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_snapshot_unview(snapshot_of(object)));
+	sfr_py_unlocked_void(sfr_snapshot_remove_view(snapshot_of(object)));
 	Py_RETURN_NONE;
 }
 
-static PyObject *snapshot_file(PyObject *object, PyObject *unused)
+static PyObject *snapshot_locate_in_file(PyObject *object, PyObject *unused)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
 	uint64_t off, len;
 	char *base;
 	int rc, fd;
 
-	rc = sfr_py_unlocked(sfr_snapshot_file(s, &fd, &off));
+	rc = sfr_py_unlocked(sfr_snapshot_locate_in_file(s, &fd, &off));
 	if (rc == SFR_ESTATE) /* the memory is private or has been returned */
 		Py_RETURN_NONE;
 	if (rc < 0)
@@ -205,19 +206,19 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 }
 
 /* Says whether the memory will return to the pool by itself. If so, other calls wait for it. */
-static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
+static PyObject *snapshot_set_will_return(PyObject *object, PyObject *truth)
 {
 	int will_return = PyObject_IsTrue(truth);
 
 	if (will_return < 0)
 		return NULL;
-	sfr_py_unlocked_void(sfr_snapshot_will_return(snapshot_of(object), will_return));
+	sfr_py_unlocked_void(sfr_snapshot_set_will_return(snapshot_of(object), will_return));
 	Py_RETURN_NONE;
 }
 
-static PyObject *snapshot_leased(PyObject *object, PyObject *unused)
+static PyObject *snapshot_is_leased(PyObject *object, PyObject *unused)
 {
-	int rc = sfr_py_unlocked(sfr_snapshot_leased(snapshot_of(object)));
+	int rc = sfr_py_unlocked(sfr_snapshot_is_leased(snapshot_of(object)));
 
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc); /* rc is 0 or 1 */
 }
@@ -248,20 +249,20 @@ static PyMethodDef methods[] = {
 	  "offsets() -> list: the offset of each copy in the memory." },
 	{ "wait", snapshot_wait, METH_VARARGS,
 	  "wait(timeout=None) -> (whether the copies have ended, index of a torn source or -1)." },
-	{ "hold", snapshot_hold, METH_NOARGS,
+	{ "hold", snapshot_add_hold, METH_NOARGS,
 	  "hold() -> bool: keeps the memory until unhold(), for a process or a future. False if the "
 	  "memory has been returned." },
-	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold()." },
-	{ "view", snapshot_view, METH_NOARGS,
+	{ "unhold", snapshot_remove_hold, METH_NOARGS, "unhold(): ends one hold()." },
+	{ "view", snapshot_add_view, METH_NOARGS,
 	  "view(): keeps the memory until unview(), for tensors over it." },
-	{ "unview", snapshot_unview, METH_NOARGS, "unview(): ends one view()." },
-	{ "file", snapshot_file, METH_NOARGS,
+	{ "unview", snapshot_remove_view, METH_NOARGS, "unview(): ends one view()." },
+	{ "file", snapshot_locate_in_file, METH_NOARGS,
 	  "file() -> (descriptor, offset in it, address, length): for another process that maps the "
 	  "memory. None if the memory is private or has been returned." },
-	{ "will_return", snapshot_will_return, METH_O,
+	{ "will_return", snapshot_set_will_return, METH_O,
 	  "will_return(yes): says whether the memory will return to the pool by itself. If so, a call "
 	  "that needs memory waits for it." },
-	{ "leased", snapshot_leased, METH_NOARGS,
+	{ "leased", snapshot_is_leased, METH_NOARGS,
 	  "leased() -> bool: whether the memory has not been returned yet." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -7,7 +7,7 @@
 #include <string.h>
 
 /* Reads a step from a tuple. The path and the bytes are borrowed. */
-static int read_step(PyObject *item, struct sfr_step *step)
+static int read_step(PyObject *item, struct sfr_directory_step *step)
 {
 	Py_ssize_t len;
 	int kind;
@@ -18,7 +18,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 	}
 	if (!PyArg_ParseTuple(item, "iyy#:step", &kind, &step->path, &step->bytes, &len))
 		return -1;
-	step->kind = (enum sfr_step_kind)kind;
+	step->kind = (enum sfr_directory_step_kind)kind;
 	step->len = (size_t)len;
 	/* The bytes of a rename are the new name, which must be a C string. */
 	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
@@ -31,7 +31,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 static PyObject *take_steps(PyObject *module, PyObject *args)
 {
 	PyObject *list, *result = NULL;
-	struct sfr_step *steps;
+	struct sfr_directory_step *steps;
 	size_t nr_done = 0;
 	Py_ssize_t nr;
 	int rc = 0;
@@ -50,7 +50,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	for (Py_ssize_t i = 0; i < nr; i++)
 		if (read_step(PyTuple_GetItem(list, i), &steps[i]) < 0)
 			goto out;
-	rc = sfr_py_unlocked(sfr_steps_take(steps, (size_t)nr, &nr_done));
+	rc = sfr_py_unlocked(sfr_directory_steps_carry_out(steps, (size_t)nr, &nr_done));
 	result = Py_BuildValue("(ni)", (Py_ssize_t)nr_done, -rc);
 out:
 	PyMem_Free(steps);
@@ -68,9 +68,9 @@ static PyObject *names(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "y:names", &path))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_names(path, &list, &len));
+	rc = sfr_py_unlocked(sfr_list_directory(path, &list, &len));
 	result = Py_BuildValue("(y#i)", list ? list : "", (Py_ssize_t)len, -rc); /* -rc: errno */
-	sfr_names_free(list);
+	sfr_directory_names_free(list);
 	return result;
 }
 

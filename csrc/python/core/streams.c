@@ -2,7 +2,7 @@
 #include "module.h"
 #include "core/objects.h"
 
-int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
+int sfr_py_read_streams(PyObject *tuple, struct sfr_device_stream streams[SFR_PY_MAX_STREAMS])
 {
 	Py_ssize_t nr = PyTuple_Size(tuple);
 
@@ -19,7 +19,7 @@ int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_ST
 
 		if (!pair || !PyArg_ParseTuple(pair, "IK", &device, &handle))
 			return -1;
-		streams[i] = (struct sfr_stream){ .handle = handle, .device = device };
+		streams[i] = (struct sfr_device_stream){ .handle = handle, .device = device };
 	}
 	return (int)nr;
 }

@@ -28,7 +28,7 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 
 /* Returns whether the buffer is an array of structs of `size` bytes, fewer than UINT32_MAX. If not,
  * sets a ValueError. */
-static bool check_array(const Py_buffer *buffer, size_t size)
+static bool require_struct_array(const Py_buffer *buffer, size_t size)
 {
 	if ((size_t)buffer->len % size == 0 && (size_t)buffer->len / size < UINT32_MAX)
 		return true;
@@ -67,8 +67,8 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.members = members.obj != NULL && members.len == 0 ? &no_members : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
-	if (check_array(&rows, sizeof(struct sfr_source)) &&
-	    check_array(&members, sizeof(struct sfr_member)))
+	if (require_struct_array(&rows, sizeof(struct sfr_source)) &&
+	    require_struct_array(&members, sizeof(struct sfr_member)))
 		rc = sfr_save_new(((struct sfr_py_engine *)engine)->engine, &desc, &ticket);
 	else
 		rc = SFR_PY_RAISED;
@@ -77,7 +77,7 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	return rc != 0 ? sfr_py_raise(state, rc) : ticket_wrap(type, ticket, skeleton);
 }
 
-static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
+static PyObject *ticket_new_of_parts(PyObject *type, PyObject *args)
 {
 	struct sfr_py_state *state = PyType_GetModuleState((PyTypeObject *)type);
 	struct sfr_save_desc desc = { .flags = 0 };
@@ -113,7 +113,7 @@ enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
 
 struct submission {
 	struct sfr_ticket *ticket;
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_device_stream streams[SFR_PY_MAX_STREAMS];
 	int nr_streams;
 	enum stage stage; /* the stage to begin or to continue */
 };
@@ -128,7 +128,8 @@ static int continue_submission(struct submission *s, uint64_t slice_ns)
 		int rc = 0; /* also for BEGIN without streams, which has nothing to do */
 
 		if (s->stage == BEGIN && s->nr_streams > 0)
-			rc = sfr_save_begin(s->ticket, s->streams, (uint32_t)s->nr_streams);
+			rc = sfr_save_begin_transfers(s->ticket, s->streams,
+						      (uint32_t)s->nr_streams);
 		else if (s->stage == ADMIT)
 			rc = sfr_save_admit(s->ticket, slice_ns);
 		else if (s->stage == CAPTURE)
@@ -157,7 +158,7 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		s.nr_streams = sfr_py_read_streams(tuple, s.streams);
 	if (s.nr_streams < 0)
 		return NULL;
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(continue_submission(&s, w.slice_ns));
 	/* Abandon a save that failed before its launch, so that nobody waits for it. After
 	 * SFR_ESTATE do not: the save may be in flight, because submit() was called before. */
@@ -183,11 +184,11 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait_state(timeout);
 	/* Ask with the interpreter lock held if the state is reached already, or if this call with
 	 * timeout 0 only asks whether the save has ended. */
-	is_fast = sfr_save_reached(t, (enum sfr_wait_for)what) ||
+	is_fast = sfr_save_has_reached(t, (enum sfr_wait_for)what) ||
 		  (what == SFR_WAIT_ENDED && w.left_ns == 0);
 	if (is_fast && w.rc != SFR_PY_RAISED) /* raised for a bad timeout */
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	while (sfr_py_next_slice(&w))
+	while (sfr_py_begin_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
 	/* The core no longer reads the skeleton. Free it now, because users may keep the handle of
 	 * an ended save for long. */
@@ -199,13 +200,13 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 {
 	struct sfr_ticket *t = ticket_of(object);
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_device_stream streams[SFR_PY_MAX_STREAMS];
 	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
 	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 
 	if (nr < 0)
 		return NULL;
-	while (sfr_py_next_slice(&w)) {
+	while (sfr_py_begin_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_save_gate(t, streams, (uint32_t)nr, w.slice_ns);
 		/* a wait of 0 ns: asks whether all copies have ended already */
@@ -218,7 +219,7 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 	return PyBool_FromLong(copied);
 }
 
-static PyObject *ticket_confirm(PyObject *object, PyObject *index)
+static PyObject *ticket_give_verdict(PyObject *object, PyObject *index)
 {
 	long long torn_index = PyLong_AsLongLong(index); /* -1: no source is torn */
 
@@ -226,8 +227,8 @@ static PyObject *ticket_confirm(PyObject *object, PyObject *index)
 		return NULL;
 	/* SFR_ESTATE: the verdict was confirmed before */
 	return sfr_py_bool_or_raise(object,
-				    sfr_py_unlocked(sfr_save_confirm(ticket_of(object),
-								     torn_index)),
+				    sfr_py_unlocked(sfr_save_give_verdict(ticket_of(object),
+									  torn_index)),
 				    SFR_ESTATE);
 }
 
@@ -309,7 +310,7 @@ static PyMethodDef methods[] = {
 	  " copies have ended already." },
 	{ "wait", ticket_wait, METH_VARARGS,
 	  "wait(what, timeout=None) -> bool: waits for one of WAIT_*. False if the timeout passed." },
-	{ "confirm", ticket_confirm, METH_O,
+	{ "confirm", ticket_give_verdict, METH_O,
 	  "confirm(torn) -> bool: reports the index of a source whose version counter shows that it"
 	  " changed before its copy, or -1. False if the save needs no such report now." },
 	{ "cancel", ticket_cancel, METH_NOARGS,
@@ -327,7 +328,7 @@ static PyMethodDef methods[] = {
 	  "next_piece(timeout=None) -> Piece: the next bytes of a save with SAVE_STREAM, in the order"
 	  " of the file. An empty Piece at the end; None if the timeout passed. Raises StillframeError"
 	  " if the save has failed." },
-	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
+	{ "of_parts", ticket_new_of_parts, METH_VARARGS | METH_CLASS,
 	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which it takes"
 	  " over. The memory of their sources must not change until the save has ended." },
 	{ NULL, NULL, 0, NULL },

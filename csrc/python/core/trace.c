@@ -42,14 +42,14 @@ static PyObject *trace_name_thread(PyObject *module, PyObject *args)
 
 static PyObject *trace_begin(PyObject *module, PyObject *unused)
 {
-	uint64_t now = sfr_trace_begin_span();
+	uint64_t now = sfr_trace_get_start_ns();
 
 	return PyLong_FromUnsignedLongLong(now);
 }
 
 static PyObject *trace_end(PyObject *module, PyObject *args)
 {
-	unsigned long long start, save, number; /* as sfr_trace_end describes them */
+	unsigned long long start, save, number; /* as sfr_trace_record_span describes them */
 	int kind;
 
 	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
@@ -59,7 +59,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 		PyErr_SetString(PyExc_ValueError, "no such kind of span");
 		return NULL;
 	}
-	sfr_trace_end((enum sfr_trace_kind)kind, start, save, number);
+	sfr_trace_record_span((enum sfr_trace_kind)kind, start, save, number);
 	Py_RETURN_NONE;
 }
 

@@ -6,25 +6,25 @@
 
 struct sfr_py_work {
 	PyObject_HEAD
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 };
 
 static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "key", "kind", NULL };
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	struct sfr_py_work *self;
 	const char *key;
 	int kind, rc;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "yi:LogWork", names, &key, &kind))
 		return NULL;
-	rc = sfr_log_work_new(key, (enum sfr_work_kind)kind, &work);
+	rc = sfr_external_work_new(key, (enum sfr_external_work_kind)kind, &work);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(type), rc);
 	self = (struct sfr_py_work *)sfr_py_alloc(type);
 	if (!self) {
-		sfr_log_work_put(work);
+		sfr_external_work_put(work);
 		return NULL;
 	}
 	self->work = work;
@@ -33,14 +33,14 @@ static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void work_dealloc(PyObject *object)
 {
-	sfr_log_work_put(((struct sfr_py_work *)object)->work);
+	sfr_external_work_put(((struct sfr_py_work *)object)->work);
 	sfr_py_free(object);
 }
 
 static PyObject *work_append(PyObject *object, PyObject *unused)
 {
 	return sfr_py_none_or_raise(object,
-				    sfr_log_work_append(((struct sfr_py_work *)object)->work));
+				    sfr_external_work_append(((struct sfr_py_work *)object)->work));
 }
 
 static PyObject *work_end(PyObject *object, PyObject *ok)
@@ -49,14 +49,14 @@ static PyObject *work_end(PyObject *object, PyObject *ok)
 
 	if (truth < 0)
 		return NULL;
-	sfr_log_work_end(((struct sfr_py_work *)object)->work, truth);
+	sfr_external_work_mark_ended(((struct sfr_py_work *)object)->work, truth);
 	Py_RETURN_NONE;
 }
 
 static PyObject *work_number(PyObject *object, void *unused)
 {
-	return PyLong_FromUnsignedLongLong(sfr_log_work_number(((struct sfr_py_work *)object)
-								       ->work));
+	return PyLong_FromUnsignedLongLong(sfr_external_work_number(((struct sfr_py_work *)object)
+									    ->work));
 }
 
 static PyMethodDef work_methods[] = {
@@ -92,7 +92,7 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	int rc, after_good; /* 0: the last save before the work failed */
 
 	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
-	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
+	rc = sfr_py_unlocked(sfr_external_work_take_next(SFR_FOREVER, &number, &after_good));
 	if (rc == SFR_ECLOSED) /* the log is being stopped */
 		Py_RETURN_NONE;
 	if (rc < 0)

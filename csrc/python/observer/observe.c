@@ -90,7 +90,7 @@ static void charge_cpu_time(const struct timer *t, uint64_t *credit_ns)
 
 /* Returns the address of a storage's sample `i`: the cache line at the start (0), in the middle (1)
  * or at the end (2). They do not overlap, because a watched storage is longer than a page. */
-static const unsigned char *sample_address(const struct sfr_py_watch *watch, int i)
+static const unsigned char *sample_address(const struct sfr_py_watched_storage *watch, int i)
 {
 	uint64_t addr = watch->addr;
 
@@ -104,7 +104,7 @@ static const unsigned char *sample_address(const struct sfr_py_watch *watch, int
 /* Prefetches the data that an observation of this storage reads. Stale addresses do no harm. */
 static void prefetch_watch(const struct sfr_py_observer *self, uint32_t watch_index)
 {
-	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
+	const struct sfr_py_watched_storage *watch = &self->table.watches[watch_index];
 	const struct sfr_py_watched_tensor *entry = &self->table.tensors[watch->first_tensor];
 	int i;
 
@@ -127,7 +127,7 @@ static void prefetch_watch(const struct sfr_py_observer *self, uint32_t watch_in
  * the bytes may be read. Else returns 0, without an exception. Does not notice if another storage
  * has the same address now; defer() does. */
 static int tensors_have_same_memory(const struct sfr_py_watch_table *t,
-				    const struct sfr_py_watch *watch)
+				    const struct sfr_py_watched_storage *watch)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	uint32_t i;
@@ -171,7 +171,7 @@ static int read_version(const struct sfr_py_watched_tensor *entry, uint64_t *ver
 
 /* Stores the version of each tensor over the storage. Returns 0 if a version cannot be read, else
  * 1. */
-static int store_versions(struct sfr_py_watch_table *t, const struct sfr_py_watch *watch)
+static int store_versions(struct sfr_py_watch_table *t, const struct sfr_py_watched_storage *watch)
 {
 	for (uint32_t i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
 		uint64_t version = 0;
@@ -185,7 +185,7 @@ static int store_versions(struct sfr_py_watch_table *t, const struct sfr_py_watc
 
 /* Returns 1 if each tensor over the storage has the stored version, else 0. */
 static int versions_are_unchanged(const struct sfr_py_watch_table *t,
-				  const struct sfr_py_watch *watch)
+				  const struct sfr_py_watched_storage *watch)
 {
 	for (uint32_t i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
 		uint64_t version = 0;
@@ -197,7 +197,7 @@ static int versions_are_unchanged(const struct sfr_py_watch_table *t,
 }
 
 /* Makes saves capture a storage that cannot be observed any more. */
-static void stop_observing(struct sfr_py_observer *self, struct sfr_py_watch *watch)
+static void stop_observing(struct sfr_py_observer *self, struct sfr_py_watched_storage *watch)
 {
 	sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 	self->table_is_stale = 1;
@@ -208,7 +208,7 @@ static void stop_observing(struct sfr_py_observer *self, struct sfr_py_watch *wa
 static void record_storage(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	struct sfr_py_watch_table *t = &self->table;
-	struct sfr_py_watch *watch = &t->watches[watch_index];
+	struct sfr_py_watched_storage *watch = &t->watches[watch_index];
 	int i;
 
 	if (!store_versions(t, watch)) {
@@ -225,7 +225,7 @@ static void record_storage(struct sfr_py_observer *self, uint32_t watch_index)
 }
 
 /* Begins at the cursor, and stops when all watches were visited or half of the credit is spent. */
-void sfr_py_observer_record(struct sfr_py_observer *self)
+void sfr_py_observer_record_samples(struct sfr_py_observer *self)
 {
 	struct sfr_py_watch_table *t = &self->table;
 	uint32_t nr_left = t->nr_watches, nr_seen = 0, i = self->cursor;
@@ -249,7 +249,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 			break;
 	}
 	charge_cpu_time(&timer, &self->credit_ns);
-	sfr_py_probes_end_step(self);
+	sfr_py_probes_make_first_due(self);
 }
 
 static uint64_t compute_allowance(uint64_t nr_storages, uint64_t ns_per_storage, uint64_t limit_ns)
@@ -259,7 +259,7 @@ static uint64_t compute_allowance(uint64_t nr_storages, uint64_t ns_per_storage,
 	return total_ns < limit_ns ? total_ns : limit_ns;
 }
 
-void sfr_py_observer_record_all(struct sfr_py_observer *self)
+void sfr_py_observer_record_all_samples(struct sfr_py_observer *self)
 {
 	uint32_t nr_device = 0, i;
 
@@ -276,7 +276,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 	}
 	/* set after the recording, whose CPU time does not count */
 	self->credit_ns = compute_allowance(self->nr_undecided, ALLOWANCE_NS, ALLOWANCE_MAX_NS);
-	sfr_py_probes_end_step(self);
+	sfr_py_probes_make_first_due(self);
 	grant_credit(self);
 }
 
@@ -286,7 +286,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 static int check_unchanged(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	struct sfr_py_watch_table *t = &self->table;
-	struct sfr_py_watch *watch = &t->watches[watch_index];
+	struct sfr_py_watched_storage *watch = &t->watches[watch_index];
 	int same_memory;
 
 	if (watch->verdict != SFR_PY_UNDECIDED)
@@ -303,7 +303,7 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t watch_index)
 /* Compares a storage in host memory with its recorded samples, and gives a verdict. */
 static void compare_with_samples(struct sfr_py_observer *self, uint32_t watch_index)
 {
-	struct sfr_py_watch *watch = &self->table.watches[watch_index];
+	struct sfr_py_watched_storage *watch = &self->table.watches[watch_index];
 	int same = 1;
 
 	if (!check_unchanged(self, watch_index)) /* there is a verdict already */
@@ -317,12 +317,12 @@ static void compare_with_samples(struct sfr_py_observer *self, uint32_t watch_in
 		sfr_py_observer_set_verdict(self, watch, SFR_PY_DEFERRABLE);
 }
 
-void sfr_py_observer_compare(struct sfr_py_observer *self)
+void sfr_py_observer_compare_samples(struct sfr_py_observer *self)
 {
 	struct timer timer = timer_start(self->credit_ns);
 	uint32_t n = 0;
 
-	sfr_py_probes_reach_gate(self, check_unchanged);
+	sfr_py_probes_make_second_due(self, check_unchanged);
 	if (self->nr_to_compare == 0)
 		return;
 	while (n < self->nr_to_compare) {

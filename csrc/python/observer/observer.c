@@ -48,7 +48,7 @@ static void leave(struct sfr_py_observer *self)
 	self->busy = 0;
 }
 
-void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watched_storage *watch,
 				 enum sfr_py_verdict verdict)
 {
 	if (watch->verdict == SFR_PY_UNDECIDED && verdict != SFR_PY_UNDECIDED)
@@ -78,7 +78,7 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	if (sfr_py_observer_rebuild_table(self, groups, state, clashes))
 		Py_CLEAR(clashes);
 	else
-		sfr_py_observer_record_all(self);
+		sfr_py_observer_record_all_samples(self);
 	leave(self);
 	return clashes;
 }
@@ -87,7 +87,7 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 static int must_rebuild_table(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
 {
 	return self->table_is_stale || self->must_forget ||
-	       self->fingerprint != sfr_py_walk_fingerprint(groups, state);
+	       self->fingerprint != sfr_py_optimizer_fingerprint(groups, state);
 }
 
 PyDoc_STRVAR(observer_is_idle_doc,
@@ -129,7 +129,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		Py_RETURN_TRUE;
 	if (self->nr_undecided) {
 		enter(self);
-		sfr_py_observer_record(self);
+		sfr_py_observer_record_samples(self);
 		leave(self);
 	}
 	Py_RETURN_FALSE;
@@ -146,7 +146,7 @@ static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 
 	if (has_work && !self->busy && !self->must_forget) {
 		enter(self);
-		sfr_py_observer_compare(self);
+		sfr_py_observer_compare_samples(self);
 		leave(self);
 	}
 	Py_RETURN_NONE;
@@ -226,7 +226,7 @@ PyDoc_STRVAR(observer_defer_doc,
 "only its steps change them. `marks`: a `memory_owners.Marks`.");
 
 /* Sets *m to the fields of a memory_owners.Marks, borrowed. */
-static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
+static int read_marks(PyObject *tuple, struct sfr_py_deferral_marks *m)
 {
 	PyObject *numbers;
 
@@ -234,14 +234,14 @@ static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 			      &PyList_Type, &m->indices, &PyList_Type, &m->storage_numbers,
 			      &PyList_Type, &m->tensors, &PyList_Type, &m->versions))
 		return -1;
-	m->numbers = sfr_py_cast_to_numbers(numbers);
+	m->numbers = sfr_py_cast_to_storage_numbers(numbers);
 	return m->numbers != NULL ? 0 : -1;
 }
 
 static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 {
 	PyObject *groups, *state, *tuple;
-	struct sfr_py_marks marks;
+	struct sfr_py_deferral_marks marks;
 	int ret;
 
 	if (!PyArg_ParseTuple(args, "OOO!:defer", &groups, &state, &PyTuple_Type, &tuple) ||
@@ -251,7 +251,7 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 		Py_RETURN_NONE;
 	enter(self);
 	sfr_py_probes_poll(self);
-	ret = sfr_py_observer_defer(self, groups, state, &marks);
+	ret = sfr_py_observer_mark_deferred(self, groups, state, &marks);
 	leave(self);
 	if (ret)
 		return NULL;
@@ -266,12 +266,12 @@ PyDoc_STRVAR(observer_defer_memory_owner_doc,
 static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 {
 	PyObject *tensors, *tuple;
-	struct sfr_py_marks marks;
+	struct sfr_py_deferral_marks marks;
 
 	if (!PyArg_ParseTuple(args, "O!O!:defer_memory_owner", &PyList_Type, &tensors,
 			      &PyTuple_Type, &tuple) ||
 	    read_marks(tuple, &marks) || sfr_py_torch_init() ||
-	    sfr_py_defer_memory_owner(tensors, &marks))
+	    sfr_py_mark_memory_owner_deferred(tensors, &marks))
 		return NULL;
 	Py_RETURN_NONE;
 }

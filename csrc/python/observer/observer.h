@@ -72,7 +72,7 @@ int sfr_py_has_memory(PyObject *tensor);
 PyObject *sfr_py_storage_of(PyObject *tensor);
 /* Returns the address of the StorageImpl of the tensor's storage; 0 if there is none, as for sparse
  * tensors. Sets no exception. */
-uint64_t sfr_py_cdata_of(PyObject *tensor);
+uint64_t sfr_py_storage_cdata_of(PyObject *tensor);
 /* Sets *out to the tensor's version, a number that grows with every write that torch counts. Fails
  * if the tensor has no memory, or is an inference tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
@@ -99,7 +99,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
 /* Returns a cheap fingerprint of `groups` and `state`. It changes when a group, a parameter or a
  * parameter's state is added or removed. */
-uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
+uint64_t sfr_py_optimizer_fingerprint(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
@@ -115,7 +115,7 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
 /* A watched storage. */
-struct sfr_py_watch {
+struct sfr_py_watched_storage {
 	/* torch's weak reference to the StorageImpl: an int, its address. NULL: the watch was moved
 	 * to another table */
 	PyObject *weak_ref;
@@ -142,7 +142,7 @@ struct sfr_py_watched_tensor {
 };
 
 struct sfr_py_watch_table {
-	struct sfr_py_watch *watches;
+	struct sfr_py_watched_storage *watches;
 	struct sfr_py_watched_tensor *tensors;
 	uint32_t nr_watches, nr_tensors;
 	struct sfr_py_map by_storage; /* StorageImpl's address -> index in `watches` */
@@ -159,7 +159,7 @@ enum sfr_py_probe_state {
 	SFR_PY_CANNOT_PROBE, /* this device cannot be probed */
 };
 struct sfr_py_probe {
-	uint32_t device_plus_1; /* as in struct sfr_py_watch */
+	uint32_t device_plus_1; /* as in struct sfr_py_watched_storage */
 	enum sfr_py_probe_state state;
 	struct sfr_probe *core; /* may be NULL with SFR_PY_CANNOT_PROBE */
 	/* two arrays with an item for each storage that this cycle probes */
@@ -183,7 +183,7 @@ struct sfr_py_observer {
 	uint32_t cursor;           /* index of the watch with which the next recording begins */
 	uint32_t walk_number;      /* how many walks were made for saves; compared with last_walk */
 	size_t nr_excluded;        /* the optimizer's tensors that can never be deferred */
-	uint64_t fingerprint;      /* sfr_py_walk_fingerprint when the table was built */
+	uint64_t fingerprint;      /* sfr_py_optimizer_fingerprint when the table was built */
 	uint64_t credit_ns;        /* budget: CPU time that observing may take now */
 	uint64_t device_credit_ns; /* budget: device time that probes may take now */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
@@ -196,13 +196,13 @@ struct sfr_py_observer {
 };
 
 /* Sets a storage's verdict. */
-void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watched_storage *watch,
 				 enum sfr_py_verdict verdict);
 
 /* ---- table.c ---- */
 /* Returns the entry of this tensor, or NULL. */
-struct sfr_py_watched_tensor *sfr_py_find_tensor(const struct sfr_py_watch_table *table,
-						 PyObject *tensor);
+struct sfr_py_watched_tensor *sfr_py_find_watched_tensor(const struct sfr_py_watch_table *table,
+							 PyObject *tensor);
 /* Stops watching everything. Keeps an exception that is set. */
 void sfr_py_observer_drop_table(struct sfr_py_observer *self);
 /* Makes a new table of the tensors and storages that the optimizer owns now. For each storage that
@@ -215,12 +215,12 @@ int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups
 /* Adds a watched storage on a device to the device's next probe, if the budget allows. */
 void sfr_py_probes_add_watch(struct sfr_py_observer *self, uint32_t watch_index);
 /* Called when the storages of a step have been added: makes the first probes due. */
-void sfr_py_probes_end_step(struct sfr_py_observer *self);
+void sfr_py_probes_make_first_due(struct sfr_py_observer *self);
 /* Called at the next step's gate: makes the second probes due. They leave out the storages for
  * which `check_unchanged` returns 0. */
-void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
-			      int (*check_unchanged)(struct sfr_py_observer *self,
-						     uint32_t watch_index));
+void sfr_py_probes_make_second_due(struct sfr_py_observer *self,
+				   int (*check_unchanged)(struct sfr_py_observer *self,
+							  uint32_t watch_index));
 /* Asks whether the probes in flight have completed, and gives verdicts on the storages of those
  * that have. Releases the interpreter lock, so the caller sets `busy`. */
 void sfr_py_probes_poll(struct sfr_py_observer *self);
@@ -237,28 +237,28 @@ void sfr_py_probes_fini(struct sfr_py_observer *self);
 
 /* The fields of a memory_owners.Marks, borrowed: all storages of a save, and lists that are filled
  * with those that are deferred. */
-struct sfr_py_marks {
-	struct sfr_py_numbers *numbers; /* StorageImpl's address -> number of the storage */
-	PyObject *rows;                 /* bytearray of struct sfr_source, by number */
-	PyObject *indices;              /* list of the deferred storages' numbers */
+struct sfr_py_deferral_marks {
+	struct sfr_py_storage_numbers *numbers; /* StorageImpl's address -> number of the storage */
+	PyObject *rows;                         /* bytearray of struct sfr_source, by number */
+	PyObject *indices;                      /* list of the deferred storages' numbers */
 	/* three lists with an item for each tensor over a deferred storage */
 	PyObject *tensors, *storage_numbers, *versions;
 };
 
 /* ---- defer.c ---- */
 /* Marks the optimizer's storages that may be deferred. Called between enter() and leave(). */
-int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
-			  const struct sfr_py_marks *marks);
+int sfr_py_observer_mark_deferred(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+				  const struct sfr_py_deferral_marks *marks);
 /* Marks the storages of a memory owner's tensors that may be deferred. */
-int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
+int sfr_py_mark_memory_owner_deferred(PyObject *tensors, const struct sfr_py_deferral_marks *marks);
 
 /* ---- observe.c; called between enter() and leave() ---- */
 /* Called after a step: records undecided storages within the budget. */
-void sfr_py_observer_record(struct sfr_py_observer *self);
+void sfr_py_observer_record_samples(struct sfr_py_observer *self);
 /* Called after the table was rebuilt: records every undecided storage. */
-void sfr_py_observer_record_all(struct sfr_py_observer *self);
+void sfr_py_observer_record_all_samples(struct sfr_py_observer *self);
 /* Called at the next step's gate: compares the recorded storages within the budget. */
-void sfr_py_observer_compare(struct sfr_py_observer *self);
+void sfr_py_observer_compare_samples(struct sfr_py_observer *self);
 
 uint64_t sfr_py_clock_ns(clockid_t id);
 

@@ -67,7 +67,7 @@ static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *pr
 void sfr_py_probes_add_watch(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	const uint64_t cost_ns = PROBES_PER_CYCLE * NS_PER_STORAGE;
-	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
+	const struct sfr_py_watched_storage *watch = &self->table.watches[watch_index];
 	struct sfr_py_probe *probe = get_or_make_probe(self, watch->device_plus_1);
 
 	if (!probe || probe->state != SFR_PY_IDLE) /* too many devices, or a probe is under way */
@@ -80,16 +80,16 @@ void sfr_py_probes_add_watch(struct sfr_py_observer *self, uint32_t watch_index)
 		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
 }
 
-void sfr_py_probes_end_step(struct sfr_py_observer *self)
+void sfr_py_probes_make_first_due(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
 		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_probed > 0)
 			self->probes[k].state = SFR_PY_FIRST_DUE;
 }
 
-void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
-			      int (*check_unchanged)(struct sfr_py_observer *self,
-						     uint32_t watch_index))
+void sfr_py_probes_make_second_due(struct sfr_py_observer *self,
+				   int (*check_unchanged)(struct sfr_py_observer *self,
+							  uint32_t watch_index))
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
@@ -113,11 +113,12 @@ static void go_idle(struct sfr_py_probe *probe)
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	for (uint32_t i = 0; i < probe->nr_probed; i++) {
-		struct sfr_py_watch *watch = &self->table.watches[probe->probed_watches[i]];
+		struct sfr_py_watched_storage *watch =
+			&self->table.watches[probe->probed_watches[i]];
 
 		if (probe->probed_ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
 			continue; /* the storage has a verdict already */
-		if (!sfr_probe_same(probe->core, i))
+		if (!sfr_probe_is_unchanged(probe->core, i))
 			sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
 			sfr_py_observer_set_verdict(self, watch, SFR_PY_DEFERRABLE);
@@ -134,7 +135,7 @@ void sfr_py_probes_poll(struct sfr_py_observer *self)
 		if (probe->state != SFR_PY_SECOND_TAKEN)
 			continue;
 		/* 1: the copies have completed; 0: not yet; negative: they never will */
-		done = sfr_py_unlocked(sfr_probe_done(probe->core));
+		done = sfr_py_unlocked(sfr_probe_is_done(probe->core));
 		if (done > 0)
 			give_verdicts(self, probe);
 		else if (done < 0)
@@ -186,8 +187,8 @@ static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int is_second = probe->state == SFR_PY_SECOND_DUE, rc;
 
-	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->probed_ranges,
-					    probe->nr_probed, is_second));
+	rc = sfr_py_unlocked(sfr_probe_queue_copies(probe->core, stream, probe->probed_ranges,
+						    probe->nr_probed, is_second));
 	if (rc == 0)
 		probe->state = is_second ? SFR_PY_SECOND_TAKEN : SFR_PY_FIRST_TAKEN;
 	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)

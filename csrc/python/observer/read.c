@@ -21,8 +21,8 @@ enum { ATTRIBUTE, METHOD }; /* values of sfr_py_accessor.is_method */
 /* Prepares reading the attribute or calling the method `name` of objects of `type`. Reads will call
  * the C function of the base class `base`. If `base` has none, or `type` overrides the name, each
  * read looks the name up. */
-static int access_init(struct sfr_py_accessor *access, PyObject *type, PyObject *base,
-		       const char *name, int is_method)
+static int accessor_init(struct sfr_py_accessor *access, PyObject *type, PyObject *base,
+			 const char *name, int is_method)
 {
 	PyObject *in_type = PyObject_GetAttrString(type, name);
 	PyObject *in_base = PyObject_GetAttrString(base, name);
@@ -46,7 +46,7 @@ static int access_init(struct sfr_py_accessor *access, PyObject *type, PyObject 
 }
 
 /* A getter that always returns -1: the tensor is not on a CUDA device. */
-static PyObject *no_device(PyObject *tensor, void *closure)
+static PyObject *get_no_device(PyObject *tensor, void *closure)
 {
 	(void)tensor, (void)closure;
 	return PyLong_FromLong(-1);
@@ -54,8 +54,8 @@ static PyObject *no_device(PyObject *tensor, void *closure)
 
 /* Prepares reading the number of a tensor's CUDA device. In a build of torch without CUDA, such as
  * the one for AMD, the number is always -1 (although that one calls its devices "cuda" too). */
-static int device_access_init(struct sfr_py_accessor *access, PyObject *torch, PyObject *tensor,
-			      PyObject *base)
+static int device_accessor_init(struct sfr_py_accessor *access, PyObject *torch, PyObject *tensor,
+				PyObject *base)
 {
 	PyObject *version = PyObject_GetAttrString(torch, "version");
 	PyObject *cuda = version ? PyObject_GetAttrString(version, "cuda") : NULL;
@@ -64,10 +64,10 @@ static int device_access_init(struct sfr_py_accessor *access, PyObject *torch, P
 	Py_XDECREF(version);
 	Py_XDECREF(cuda);
 	PyErr_Clear();
-	if (access_init(access, tensor, base, "get_device", METHOD))
+	if (accessor_init(access, tensor, base, "get_device", METHOD))
 		return -1;
 	if (!is_cuda)
-		access->get = no_device;
+		access->get = get_no_device;
 	return 0;
 }
 
@@ -93,18 +93,18 @@ int sfr_py_torch_init(void)
 	if (!free_weak || !PyType_Check(tensor) || !PyType_Check(parameter) ||
 	    !PyType_Check(tensor_base) || !PyType_Check(storage_base))
 		goto out;
-	if (access_init(&t->version, tensor, tensor_base, "_version", ATTRIBUTE) ||
-	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", ATTRIBUTE) ||
-	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", ATTRIBUTE) ||
-	    device_access_init(&t->device, torch, tensor, tensor_base) ||
-	    access_init(&t->grad, tensor, tensor_base, "grad", ATTRIBUTE) ||
-	    access_init(&t->impl, tensor, tensor_base, "_cdata", ATTRIBUTE) ||
-	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", METHOD) ||
-	    access_init(&t->cdata, storage, storage_base, "_cdata", ATTRIBUTE) ||
-	    access_init(&t->nbytes, storage, storage_base, "nbytes", METHOD) ||
-	    access_init(&t->data_ptr, storage, storage_base, "data_ptr", METHOD) ||
-	    access_init(&t->is_shared, storage, storage_base, "is_shared", METHOD) ||
-	    access_init(&t->weak_ref, storage, storage_base, "_weak_ref", METHOD))
+	if (accessor_init(&t->version, tensor, tensor_base, "_version", ATTRIBUTE) ||
+	    accessor_init(&t->requires_grad, tensor, tensor_base, "requires_grad", ATTRIBUTE) ||
+	    accessor_init(&t->is_cpu, tensor, tensor_base, "is_cpu", ATTRIBUTE) ||
+	    device_accessor_init(&t->device, torch, tensor, tensor_base) ||
+	    accessor_init(&t->grad, tensor, tensor_base, "grad", ATTRIBUTE) ||
+	    accessor_init(&t->impl, tensor, tensor_base, "_cdata", ATTRIBUTE) ||
+	    accessor_init(&t->storage, tensor, tensor_base, "untyped_storage", METHOD) ||
+	    accessor_init(&t->cdata, storage, storage_base, "_cdata", ATTRIBUTE) ||
+	    accessor_init(&t->nbytes, storage, storage_base, "nbytes", METHOD) ||
+	    accessor_init(&t->data_ptr, storage, storage_base, "data_ptr", METHOD) ||
+	    accessor_init(&t->is_shared, storage, storage_base, "is_shared", METHOD) ||
+	    accessor_init(&t->weak_ref, storage, storage_base, "_weak_ref", METHOD))
 		goto out;
 	t->str_params = PyUnicode_InternFromString("params");
 	if (!t->str_params)
@@ -271,7 +271,7 @@ PyObject *sfr_py_storage_of(PyObject *tensor)
 	return storage;
 }
 
-uint64_t sfr_py_cdata_of(PyObject *tensor)
+uint64_t sfr_py_storage_cdata_of(PyObject *tensor)
 {
 	PyObject *memory = sfr_py_unwrap_tensor(tensor), *storage = NULL;
 	uint64_t cdata = 0;

@@ -15,7 +15,7 @@ static int table_init(struct sfr_py_watch_table *t, size_t nr)
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches)); /* + 1: never empty */
 	t->tensors = PyMem_Calloc(nr + 1, sizeof(*t->tensors));
 	if (!t->watches || !t->tensors)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	if (sfr_py_map_reserve(&t->by_storage, nr) || sfr_py_map_reserve(&t->by_tensor, nr))
 		return -1;
 	return 0;
@@ -23,7 +23,7 @@ static int table_init(struct sfr_py_watch_table *t, size_t nr)
 
 /* Stops watching a storage: drops torch's weak reference. Also drops this observer's entry in
  * `owners`, unless the current table watches the storage. */
-static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
+static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watched_storage *watch)
 {
 	PyObject *owner, *answer;
 
@@ -67,8 +67,8 @@ void sfr_py_observer_drop_table(struct sfr_py_observer *self)
 	table_fini(self, &old);
 }
 
-struct sfr_py_watched_tensor *sfr_py_find_tensor(const struct sfr_py_watch_table *t,
-						 PyObject *tensor)
+struct sfr_py_watched_tensor *sfr_py_find_watched_tensor(const struct sfr_py_watch_table *t,
+							 PyObject *tensor)
 {
 	const uint64_t *index = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
 
@@ -79,7 +79,7 @@ struct sfr_py_watched_tensor *sfr_py_find_tensor(const struct sfr_py_watch_table
 }
 
 /* Adds a tensor over the storage with index `watch`. */
-static int tensor_add(struct sfr_py_watch_table *t, PyObject *tensor, uint32_t watch)
+static int table_add_tensor(struct sfr_py_watch_table *t, PyObject *tensor, uint32_t watch)
 {
 	struct sfr_py_watched_tensor *entry = &t->tensors[t->nr_tensors];
 	uint64_t impl = 0;
@@ -103,7 +103,7 @@ static int tensor_add(struct sfr_py_watch_table *t, PyObject *tensor, uint32_t w
 /* Sets watch->device_plus_1. Returns 0, or nonzero if the storage can never be deferred: it is
  * small, shared between processes, or on a device that is not CUDA's. Then an exception may be set.
  */
-static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
+static int set_device(struct sfr_py_watched_storage *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	PyObject *memory = sfr_py_unwrap_tensor(tensor), *device = NULL;
@@ -131,11 +131,11 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
  * deferred; -1 with an exception set. If another observer watches the storage too, both must
  * capture the storage, because each optimizer's step may write to it. In this case appends (serial
  * of that observer, storage) to `clashes`. */
-static int watch_add(struct sfr_py_observer *self, struct sfr_py_watch_table *t, PyObject *tensor,
-		     PyObject *storage, uint64_t cdata, PyObject *clashes)
+static int table_add_storage(struct sfr_py_observer *self, struct sfr_py_watch_table *t,
+			     PyObject *tensor, PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
-	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
+	struct sfr_py_watched_storage *watch = &t->watches[t->nr_watches];
 	PyObject *owner, *pair;
 	int ret;
 
@@ -173,9 +173,9 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_watch_table *t,
 
 /* Moves a watch from the old table to the end of `t`, but without its tensors. Returns 1, or -1
  * with an exception set. */
-static int watch_move(struct sfr_py_watch_table *t, struct sfr_py_watch *old)
+static int table_move_storage(struct sfr_py_watch_table *t, struct sfr_py_watched_storage *old)
 {
-	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
+	struct sfr_py_watched_storage *watch = &t->watches[t->nr_watches];
 
 	if (sfr_py_map_add(&t->by_storage, old->cdata, t->nr_watches))
 		return -1;
@@ -190,7 +190,7 @@ static int watch_move(struct sfr_py_watch_table *t, struct sfr_py_watch *old)
 
 /* Returns 1 if a storage still has the memory that was observed, else 0. (resize_ and share_memory_
  * replace the memory.) Leaves no exception set. */
-static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
+static int has_same_memory(const struct sfr_py_watched_storage *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
 	int failed = sfr_py_read_u64(&sfr_py_torch.data_ptr, storage, &addr) ||
@@ -217,8 +217,8 @@ static int add_candidate(struct sfr_py_observer *self, struct sfr_py_watch_table
 			 PyObject *tensor, int stateless, PyObject *clashes)
 {
 	/* the tensor's entry and watch in the old table, or NULL */
-	struct sfr_py_watched_tensor *known = sfr_py_find_tensor(&self->table, tensor);
-	struct sfr_py_watch *old_watch = NULL;
+	struct sfr_py_watched_tensor *known = sfr_py_find_watched_tensor(&self->table, tensor);
+	struct sfr_py_watched_storage *old_watch = NULL;
 	PyObject *storage;
 	const uint64_t *index;
 	uint64_t cdata;
@@ -251,16 +251,16 @@ static int add_candidate(struct sfr_py_observer *self, struct sfr_py_watch_table
 	} else {
 		/* `t` needs a watch of the storage: the old one, unless it was moved before */
 		if (old_watch && old_watch->weak_ref && has_same_memory(old_watch, storage))
-			ret = watch_move(t, old_watch);
+			ret = table_move_storage(t, old_watch);
 		else
-			ret = watch_add(self, t, tensor, storage, cdata, clashes);
+			ret = table_add_storage(self, t, tensor, storage, cdata, clashes);
 		if (ret == 0) /* the storage can never be deferred */
 			self->nr_excluded++;
 		if (ret <= 0)
 			goto out;
 		watch = t->nr_watches - 1;
 	}
-	ret = tensor_add(t, tensor, watch);
+	ret = table_add_tensor(t, tensor, watch);
 out:
 	Py_XDECREF(storage);
 	return ret;
@@ -270,7 +270,7 @@ out:
  * code other than a step may write to it. */
 static void mark_storage_captured(struct sfr_py_watch_table *t, PyObject *tensor)
 {
-	uint64_t cdata = sfr_py_cdata_of(tensor);
+	uint64_t cdata = sfr_py_storage_cdata_of(tensor);
 	const uint64_t *index = cdata ? sfr_py_map_find(&t->by_storage, cdata) : NULL;
 
 	if (index)
@@ -296,7 +296,7 @@ static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_w
 	self->to_compare = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->to_compare));
 	if (self->samples && self->to_compare)
 		return 0;
-	return sfr_py_no_memory();
+	return sfr_py_set_memory_error();
 }
 
 int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
@@ -311,7 +311,7 @@ int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups
 		sfr_py_observer_drop_table(self);
 	self->must_forget = self->table_is_stale = 0;
 	self->nr_excluded = 0;
-	self->fingerprint = sfr_py_walk_fingerprint(groups, state);
+	self->fingerprint = sfr_py_optimizer_fingerprint(groups, state);
 	if (sfr_py_walk(groups, state, &walk) || table_init(&fresh, walk.found.nr))
 		goto out;
 	for (i = 0; i < walk.found.nr; i++) {

@@ -17,7 +17,7 @@ static int refs_push(struct sfr_py_refs *refs, PyObject *object)
 		PyObject **items = PyMem_Realloc(refs->items, cap * sizeof(*items));
 
 		if (!items)
-			return sfr_py_no_memory();
+			return sfr_py_set_memory_error();
 		refs->items = items;
 		refs->cap = cap;
 	}
@@ -47,11 +47,11 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 	return params && PyList_Check(params) ? params : NULL;
 }
 
-static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
+static int collect_state_tensors(PyObject *value, struct sfr_py_refs *found, int depth);
 
 /* Walks the attributes of a subclass of Tensor. Such a tensor may wrap other tensors, as a
  * quantized optimizer state does. */
-static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
+static int collect_wrapped_tensors(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
 	int ret;
@@ -60,14 +60,14 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 		PyErr_Clear();
 		return 0;
 	}
-	ret = walk_state(attributes, found, depth);
+	ret = collect_state_tensors(attributes, found, depth);
 	Py_DECREF(attributes);
 	return ret;
 }
 
 /* Appends every tensor with memory in `value` to `found`. `value` is a parameter's state or an
  * object in it, inside `depth` containers. Skips containers other than dict, list and tuple. */
-static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
+static int collect_state_tensors(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
 	Py_ssize_t i, pos = 0;
@@ -77,20 +77,20 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	if (depth == WALK_DEPTH)
 		return 0;
 	if (PyType_IsSubtype(Py_TYPE(value), sfr_py_torch.tensor))
-		return walk_wrapper(value, found, depth + 1);
+		return collect_wrapped_tensors(value, found, depth + 1);
 	if (PyDict_Check(value)) {
 		while (PyDict_Next(value, &pos, &key, &item)) {
-			if (walk_state(item, found, depth + 1))
+			if (collect_state_tensors(item, found, depth + 1))
 				return -1;
 		}
 	} else if (PyList_Check(value)) {
 		for (i = 0; i < PyList_Size(value); i++) {
-			if (walk_state(PyList_GetItem(value, i), found, depth + 1))
+			if (collect_state_tensors(PyList_GetItem(value, i), found, depth + 1))
 				return -1;
 		}
 	} else if (PyTuple_Check(value)) {
 		for (i = 0; i < PyTuple_Size(value); i++) {
-			if (walk_state(PyTuple_GetItem(value, i), found, depth + 1))
+			if (collect_state_tensors(PyTuple_GetItem(value, i), found, depth + 1))
 				return -1;
 		}
 	}
@@ -98,7 +98,7 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 }
 
 /* Appends every parameter of the groups to `params`, in order. */
-static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
+static int collect_group_parameters(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;
 
@@ -127,7 +127,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	if (!PyList_Check(groups) || !PyDict_Check(state))
 		return 0; /* an unusual optimizer: it has no candidates */
 	walk->stateless = PyDict_Size(state) == 0;
-	if (walk_groups(groups, &params) || sfr_py_map_reserve(&trained, params.nr))
+	if (collect_group_parameters(groups, &params) || sfr_py_map_reserve(&trained, params.nr))
 		goto out;
 	/* Trained parameters are those that require a gradient. */
 	for (i = 0; i < params.nr; i++) {
@@ -148,7 +148,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 		if (!has_state)
 			continue;
 		*has_state = 1;
-		if (refs_push(&walk->found, key) || walk_state(value, &walk->found, 0))
+		if (refs_push(&walk->found, key) || collect_state_tensors(value, &walk->found, 0))
 			goto out;
 	}
 	/* A parameter without state is a candidate if it is trained and no parameter has state. */
@@ -177,7 +177,7 @@ void sfr_py_walk_fini(struct sfr_py_walk *walk)
 	refs_fini(&walk->others);
 }
 
-uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state)
+uint64_t sfr_py_optimizer_fingerprint(PyObject *groups, PyObject *state)
 {
 	uint64_t params = 0;
 	Py_ssize_t i;

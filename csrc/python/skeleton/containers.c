@@ -11,7 +11,7 @@
 
 /* Returns the values of a plain container as a list; NULL without an exception for any other
  * object. */
-static PyObject *values_of(PyObject *node)
+static PyObject *list_container_values(PyObject *node)
 {
 	if (PyDict_CheckExact(node))
 		return PyDict_Values(node);
@@ -41,7 +41,7 @@ static int walk_nodes(PyObject *collector, PyObject *nodes, PyObject *seen, PyOb
 /* Walks into a node that is a plain container. Appends any other node to `out`. */
 static int walk_node(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
-	PyObject *values = values_of(node);
+	PyObject *values = list_container_values(node);
 	int rc;
 
 	if (!values)
@@ -60,7 +60,7 @@ static int walk_nodes(PyObject *collector, PyObject *nodes, PyObject *seen, PyOb
 
 	if (Py_EnterRecursiveCall(" while a tree is walked") != 0)
 		return -1;
-	others = sfr_py_collector_collect(collector, nodes);
+	others = sfr_py_collector_collect_tensors(collector, nodes);
 	if (!others)
 		rc = -1;
 	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(others); i++)
@@ -70,7 +70,7 @@ static int walk_nodes(PyObject *collector, PyObject *nodes, PyObject *seen, PyOb
 	return rc;
 }
 
-PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
+PyObject *sfr_py_collector_walk_containers(PyObject *self, PyObject *args)
 {
 	PyObject *nodes, *seen, *out;
 

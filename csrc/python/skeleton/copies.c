@@ -76,7 +76,7 @@ static int collect_tensor(struct sfr_py_collector *c, PyObject *tensor)
 	return c->found[number].plain;
 }
 
-PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
+PyObject *sfr_py_collector_collect_tensors(PyObject *self, PyObject *nodes)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	PyObject *const *item = c->torch->item;
@@ -113,7 +113,7 @@ fail:
 /* ---- making -------------------------------------------------------------------- */
 
 /* One call of copies(). */
-struct copies_job {
+struct make_copies_job {
 	struct sfr_py_collector *c;
 	char *base; /* memory of the copies, `len` bytes */
 	Py_ssize_t len;
@@ -126,8 +126,8 @@ struct copies_job {
 	uint32_t *first_row_plus_1;
 };
 
-/* Allocates the arrays of a job. Call job_fini also after a failure. */
-static int copies_job_init(struct copies_job *job)
+/* Allocates the arrays of a job. Call make_copies_job_fini also after a failure. */
+static int make_copies_job_init(struct make_copies_job *job)
 {
 	const struct sfr_py_collector *c = job->c;
 	size_t words = 0, i;
@@ -140,12 +140,12 @@ static int copies_job_init(struct copies_job *job)
 	job->tensor_of_row = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->tensor_of_row));
 	job->first_row_plus_1 = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first_row_plus_1));
 	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row_plus_1 == NULL)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	job->end = job->rows;
 	return 0;
 }
 
-static void job_fini(struct copies_job *job)
+static void make_copies_job_fini(struct make_copies_job *job)
 {
 	PyMem_Free(job->rows);
 	PyMem_Free(job->tensor_of_row);
@@ -176,7 +176,7 @@ static bool is_within_storage(const int64_t *row, uint64_t itemsize)
 
 /* Returns whether the bridge can make a copy of the tensor. `first_plus_1` is the entry of its
  * storage in job->first_row_plus_1. */
-static bool can_add_row(const struct copies_job *job, const struct sfr_py_found_tensor *found,
+static bool can_add_row(const struct make_copies_job *job, const struct sfr_py_found_tensor *found,
 			uint32_t first_plus_1)
 {
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
@@ -195,7 +195,7 @@ static bool can_add_row(const struct copies_job *job, const struct sfr_py_found_
 
 /* Appends the row from which the bridge makes a copy of found[index]. Returns 1; 0 if the tensor is
  * left to Python; -1 with an exception set. */
-static int add_row(struct copies_job *job, uint32_t index)
+static int add_row(struct make_copies_job *job, uint32_t index)
 {
 	const struct sfr_py_found_tensor *found = &job->c->found[index];
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
@@ -253,7 +253,8 @@ static int set_class_and_requires_grad(const struct sfr_py_torch_types *torch,
 
 /* Gives each of the bridge's `tensors`, a list in the order of the rows, the class of its old
  * tensor. Adds it to the dict `new_tensors` under the old tensor's id. */
-static int add_new_tensors(const struct copies_job *job, PyObject *tensors, PyObject *new_tensors)
+static int add_new_tensors(const struct make_copies_job *job, PyObject *tensors,
+			   PyObject *new_tensors)
 {
 	size_t i;
 
@@ -274,7 +275,7 @@ static int add_new_tensors(const struct copies_job *job, PyObject *tensors, PyOb
 }
 
 /* Returns a list that has, for each storage, the first new tensor over its copy, or None. */
-static PyObject *first_tensors(const struct copies_job *job, PyObject *tensors)
+static PyObject *list_first_tensors(const struct make_copies_job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
 	size_t i;
@@ -306,7 +307,7 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 			Py_CLEAR(capsules); /* SetItem has taken the reference */
 	}
 	if (capsules == NULL) {
-		sfr_py_bridge_drop(handles, nr);
+		sfr_py_bridge_release_handles(handles, nr);
 		return NULL;
 	}
 	/* If this fails, it is unknown which handles torch has taken over, so the others leak. */
@@ -320,7 +321,7 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 }
 
 /* Makes a list of the tensors of all rows through the bridge, over memory of `owner`. */
-static PyObject *make_tensors(const struct copies_job *job, PyObject *owner)
+static PyObject *make_tensors(const struct make_copies_job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_rows + 1) * sizeof(*handles));
@@ -332,7 +333,7 @@ static PyObject *make_tensors(const struct copies_job *job, PyObject *owner)
 	keepalive = make_owner_keepalive(owner);
 	if (keepalive == NULL)
 		goto end;
-	if (sfr_py_bridge_make(job->rows, job->nr_rows, keepalive, handles) == 0)
+	if (sfr_py_bridge_make_tensors(job->rows, job->nr_rows, keepalive, handles) == 0)
 		tensors = wrap_handles(torch, handles, job->nr_rows);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
@@ -350,9 +351,9 @@ end:
  *   new_tensors     dict: id of an old tensor -> the new tensor
  *   firsts          list, by number of the storage: the first new tensor over its copy, or None
  *   left_to_python  list of (tensor, number of its storage): tensors that Python has to make */
-PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
+PyObject *sfr_py_collector_make_copies(PyObject *self, PyObject *args)
 {
-	struct copies_job job = { .c = (struct sfr_py_collector *)self };
+	struct make_copies_job job = { .c = (struct sfr_py_collector *)self };
 	PyObject *owner, *tensors = NULL, *new_tensors = NULL, *firsts = NULL, *result = NULL;
 	PyObject *left_to_python = PyList_New(0);
 	Py_buffer view = { 0 };
@@ -366,7 +367,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
 		goto end;
 	}
-	with_bridge = with_bridge && sfr_py_bridge_can_make();
+	with_bridge = with_bridge && sfr_py_bridge_can_make_tensors();
 	if ((size_t)PyList_Size(job.offsets) != job.c->nr_storages) {
 		PyErr_SetString(PyExc_ValueError, "there is an offset for each storage");
 		goto end;
@@ -377,7 +378,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 	job.base = view.buf;
 	job.len = view.len;
 	PyBuffer_Release(&view);
-	if (copies_job_init(&job) != 0)
+	if (make_copies_job_init(&job) != 0)
 		goto end;
 	for (i = 0; i < job.c->nr_found; i++) {
 		int rc = 0;
@@ -395,7 +396,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 	new_tensors = tensors != NULL ? PyDict_New() : NULL;
 	if (new_tensors == NULL || add_new_tensors(&job, tensors, new_tensors) != 0)
 		goto end;
-	firsts = first_tensors(&job, tensors);
+	firsts = list_first_tensors(&job, tensors);
 	if (firsts != NULL)
 		result = Py_BuildValue("OOO", new_tensors, firsts, left_to_python);
 end:
@@ -403,6 +404,6 @@ end:
 	Py_XDECREF(tensors);
 	Py_XDECREF(new_tensors);
 	Py_XDECREF(firsts);
-	job_fini(&job);
+	make_copies_job_fini(&job);
 	return result;
 }

@@ -103,7 +103,7 @@ static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker marker)
 			PyMem_Realloc(scan->markers, new_room * sizeof(*grown));
 
 		if (grown == NULL)
-			return sfr_py_no_memory();
+			return sfr_py_set_memory_error();
 		scan->markers = grown;
 		scan->room = new_room;
 	}
@@ -119,7 +119,7 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
 	if (scan->counts == NULL)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	while (at < job->len) {
 		const unsigned char *p = job->in + at;
 		size_t len = op_len(p, job->len - at);

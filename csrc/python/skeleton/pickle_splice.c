@@ -55,7 +55,7 @@ static int reserve(struct out *out, size_t len)
 		new_room += new_room / 2 + 4096;
 	grown = PyMem_Realloc(out->mem, new_room);
 	if (grown == NULL)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	out->mem = grown;
 	out->room = new_room;
 	return 0;
@@ -175,7 +175,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 }
 
 /* Writes the tensor's hooks: an empty OrderedDict, because a plain tensor has none. */
-static void put_hooks(struct out *out, struct memo *memo)
+static void put_empty_hooks(struct out *out, struct memo *memo)
 {
 	put_global(out, memo, &memo->ordered_dict_slot, "collections", "OrderedDict");
 	put_op(out, OP_EMPTY_TUPLE);
@@ -269,12 +269,12 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	put_tuple(out, strides, ndim);
 	/* Inside a Parameter torch writes its `.data`, which requires no gradient. */
 	put_bool(out, tensor->requires_grad && !tensor->parameter);
-	put_hooks(out, memo);
+	put_empty_hooks(out, memo);
 	put_op(out, OP_TUPLE);
 	put_op(out, OP_REDUCE);
 	if (tensor->parameter) {
 		put_bool(out, tensor->requires_grad);
-		put_hooks(out, memo);
+		put_empty_hooks(out, memo);
 		put_op(out, OP_TUPLE3);
 		put_op(out, OP_REDUCE);
 	}

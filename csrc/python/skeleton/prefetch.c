@@ -54,7 +54,7 @@ void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
 		prefetch_entry(c, &c->old_order.entries[i]);
 }
 
-void sfr_py_prefetch_next(const struct sfr_py_collector *c)
+void sfr_py_prefetch_later_tensor(const struct sfr_py_collector *c)
 {
 	if (c->nr_found + AHEAD < c->old_order.nr)
 		prefetch_entry(c, &c->old_order.entries[c->nr_found + AHEAD]);

@@ -29,10 +29,10 @@ int sfr_py_collector_add_tensor(struct sfr_py_collector *c, PyObject *object, bo
 	struct sfr_py_found_tensor found = { 0 };
 
 	found.object = object;
-	sfr_py_prefetch_next(c);
+	sfr_py_prefetch_later_tensor(c);
 	if (exact && c->fast_path && sfr_py_examine_tensor(c->torch, &found) != 0)
 		return -1;
-	if (found.plain && sfr_py_describe(c, &found) != 0)
+	if (found.plain && sfr_py_describe_tensor(c, &found) != 0)
 		return -1;
 	if (c->nr_found >= INT32_MAX) {
 		PyErr_SetString(PyExc_OverflowError, "too many tensors");
@@ -67,7 +67,7 @@ static bool is_builtin(const PyTypeObject *type)
 
 /* Returns the id of a tensor: a number, or None if the tensor is not plain. A tensor that was met
  * before gets the same id again. */
-static PyObject *id_of_tensor(struct sfr_py_collector *c, PyObject *object, bool exact)
+static PyObject *find_or_add_tensor_id(struct sfr_py_collector *c, PyObject *object, bool exact)
 {
 	const uint64_t *known = sfr_py_map_find(&c->index_by_tensor, (uintptr_t)object);
 	size_t number;
@@ -89,13 +89,13 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	int yes;
 
 	if ((PyObject *)type == item[SFR_PY_TENSOR] || (PyObject *)type == item[SFR_PY_PARAMETER])
-		return id_of_tensor(c, object, true);
+		return find_or_add_tensor_id(c, object, true);
 	if (type == &PyDict_Type) /* probably the container of the next tensors, see prefetch.c */
 		c->last_dict = (uintptr_t)object;
 	if (is_builtin(type))
 		Py_RETURN_NONE;
 	if (PyType_IsSubtype(type, (PyTypeObject *)item[SFR_PY_TENSOR]))
-		return id_of_tensor(c, object, false);
+		return find_or_add_tensor_id(c, object, false);
 	yes = is_storage(c, object);
 	if (yes < 0)
 		return NULL;
@@ -124,7 +124,7 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_ValueError, "a storage has an address");
 		return NULL;
 	}
-	if (sfr_py_check_dtype(c, addr, dtype) != 0 ||
+	if (sfr_py_require_same_dtype(c, addr, dtype) != 0 ||
 	    sfr_py_find_or_add_storage(c, storage, storage_impl, device_plus_1 == 0, &number) != 0)
 		return NULL;
 	if (device_plus_1 > 0)
@@ -153,7 +153,7 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 }
 
 /* Returns the numbers of the CUDA devices with storages, as a tuple. */
-static PyObject *devices_of(const struct sfr_py_collector *c)
+static PyObject *list_devices_of_storages(const struct sfr_py_collector *c)
 {
 	enum { MAX_DEVICES = 1024 }; /* torch has at most 256 */
 	bool seen[MAX_DEVICES] = { false };
@@ -223,7 +223,7 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 			goto end;
 	}
 	result = Py_BuildValue("OOOOnN", c->storage_list, c->numbers, rows, elsewhere,
-			       (Py_ssize_t)count_tensors(c), devices_of(c));
+			       (Py_ssize_t)count_tensors(c), list_devices_of_storages(c));
 end:
 	Py_XDECREF(elsewhere);
 	Py_XDECREF(rows);
@@ -295,7 +295,7 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_prefetch_order_fini(&c->old_order);
 	sfr_py_prefetch_order_fini(&c->new_order);
 	while (c->rows != NULL) {
-		struct sfr_py_rows *rows = c->rows;
+		struct sfr_py_row_memory *rows = c->rows;
 
 		c->rows = rows->next;
 		PyMem_Free(rows);
@@ -350,7 +350,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->plain_cuda = plain_cuda;
 	c->mixed_dtypes_allowed = any_dtypes;
 	c->storage_list = PyList_New(0);
-	c->numbers = sfr_py_numbers_make();
+	c->numbers = sfr_py_storage_numbers_new();
 	if (c->storage_list == NULL || c->numbers == NULL) {
 		Py_DECREF(c);
 		return NULL;
@@ -370,13 +370,13 @@ static PyMethodDef collector_methods[] = {
 	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices); "
 	  "collector_finish describes them." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
-	{ "collect", sfr_py_collector_collect, METH_O,
+	{ "collect", sfr_py_collector_collect_tensors, METH_O,
 	  "collect(nodes) -> the nodes that are neither plain tensors, which the collector keeps, "
 	  "nor objects that contain no tensor." },
-	{ "walk", sfr_py_collector_walk, METH_VARARGS,
+	{ "walk", sfr_py_collector_walk_containers, METH_VARARGS,
 	  "walk(nodes, seen) -> the nodes that are not plain tensors. Also walks into plain "
 	  "dicts, lists and tuples among them, each once." },
-	{ "copies", sfr_py_collector_copies, METH_VARARGS,
+	{ "copies", sfr_py_collector_make_copies, METH_VARARGS,
 	  "copies(memory, offsets, with_bridge) -> (new tensors by id of the old ones, the first "
 	  "tensor of each storage, tensors left to Python)." },
 	{ NULL, NULL, 0, NULL },

@@ -67,7 +67,7 @@ struct sfr_py_dtype {
 
 /* Where all tensors with the same dispatch keys are. NOT_PLAIN: no such tensor is plain. */
 enum sfr_py_memory_kind { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
-struct sfr_py_known_keys {
+struct sfr_py_known_dispatch_keys {
 	uint64_t keys;
 	enum sfr_py_memory_kind where;
 };
@@ -100,7 +100,7 @@ struct sfr_py_torch_types {
 	uint32_t nr_dtypes;
 	/* by torch's number of a dtype: 1 + its index in `dtype`; 0: none */
 	uint8_t dtype_index_plus_1[SFR_PY_MAX_DTYPE_NUMBERS];
-	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
+	struct sfr_py_known_dispatch_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
 	uint32_t nr_known_keys;
 	PyObject *cpu;                      /* the str "cpu" */
 	struct sfr_py_prefetch_order order; /* the order of the last save */
@@ -117,8 +117,8 @@ struct sfr_py_found_tensor {
 };
 
 /* Examines found->object, whose class is Tensor or Parameter itself, and sets the four booleans.
- * sfr_py_describe later checks dtype and storage, and may clear `plain`. Returns -1 only with an
- * exception that must propagate. */
+ * sfr_py_describe_tensor later checks dtype and storage, and may clear `plain`. Returns -1 only
+ * with an exception that must propagate. */
 int sfr_py_examine_tensor(struct sfr_py_torch_types *torch, struct sfr_py_found_tensor *found);
 /* Handles an exception of sfr_py_ask_torch. Usually clears it and returns 0: the caller treats the
  * tensor as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if
@@ -148,8 +148,8 @@ struct sfr_py_storage {
 };
 
 /* Memory for rows of the bridge. It never moves, because found[].row points into it. */
-struct sfr_py_rows {
-	struct sfr_py_rows *next;
+struct sfr_py_row_memory {
+	struct sfr_py_row_memory *next;
 	size_t used, room; /* in words */
 	int64_t words[];   /* `room` of them */
 };
@@ -170,11 +170,11 @@ struct sfr_py_collector {
 	struct sfr_py_map index_by_tensor; /* tensor -> its index in `found` */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
-	struct sfr_py_numbers *numbers;  /* StorageImpl -> number of the storage */
-	struct sfr_py_map dtype_by_addr; /* address of bytes -> their dtype, borrowed */
-	PyObject *storage_list;          /* list of UntypedStorage, by number */
-	size_t last_tagged_storage;      /* number of the device storage that got its tag last */
-	struct sfr_py_rows *rows;        /* newest first */
+	struct sfr_py_storage_numbers *numbers; /* StorageImpl -> number of the storage */
+	struct sfr_py_map dtype_by_addr;        /* address of bytes -> their dtype, borrowed */
+	PyObject *storage_list;                 /* list of UntypedStorage, by number */
+	size_t last_tagged_storage;     /* number of the device storage that got its tag last */
+	struct sfr_py_row_memory *rows; /* newest first */
 	struct sfr_py_prefetch_order old_order, new_order; /* of the previous save, and this one */
 	uintptr_t last_dict; /* address of the dict that the pickler met last; 0: none */
 	bool finished;       /* finish() was called */
@@ -185,10 +185,10 @@ struct sfr_py_collector {
 int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t storage_impl,
 			       bool on_host, size_t *number);
 /* Fails, with torch's message, if the bytes at `addr` were already met as another dtype. */
-int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
+int sfr_py_require_same_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
 /* Describes a plain tensor through the bridge and finds its storage: sets its row, dtype and
  * storage. Clears `plain` if the dtype has no legacy storage class, or the storage no memory. */
-int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor);
+int sfr_py_describe_tensor(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor);
 /* Asks a storage for its address and length, and stores them in its entry. */
 int sfr_py_ask_storage_range(struct sfr_py_collector *c, size_t number);
 /* Resizes an array to `new_room` items of `item_len` bytes, and sets *room to `new_room`. */
@@ -208,9 +208,9 @@ int sfr_py_collector_add_tensor(struct sfr_py_collector *c, PyObject *object, bo
 
 /* ---- copies.c, containers.c: methods of the collector ------------------- */
 
-PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes);
-PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
-PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
+PyObject *sfr_py_collector_collect_tensors(PyObject *self, PyObject *nodes);
+PyObject *sfr_py_collector_make_copies(PyObject *self, PyObject *args);
+PyObject *sfr_py_collector_walk_containers(PyObject *self, PyObject *args);
 
 /* ---- prefetch.c: loads the next tensors into the processor's caches -------- */
 
@@ -218,7 +218,7 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
  * uses it meanwhile. Prefetches the first tensors. */
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
 /* Prefetches a later tensor. Called before each tensor is examined. */
-void sfr_py_prefetch_next(const struct sfr_py_collector *c);
+void sfr_py_prefetch_later_tensor(const struct sfr_py_collector *c);
 /* Adds the tensor that gets the next number to this save's order. `wrapper` is the Python object of
  * its storage. */
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,

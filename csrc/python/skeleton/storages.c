@@ -4,18 +4,18 @@
  * of a plain tensor. It is asked for its address and length once.
  *
  * torch.save refuses to save bytes that are viewed as two dtypes, and identifies bytes by their
- * address. sfr_py_check_dtype does the same. */
+ * address. sfr_py_require_same_dtype does the same. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
-enum { NR_WORDS = 4096 }; /* words of one struct sfr_py_rows: rows of a few hundred tensors */
+enum { NR_WORDS = 4096 }; /* words of one struct sfr_py_row_memory: rows of a few hundred tensors */
 
 int sfr_py_grow_array(void **array, size_t new_room, size_t *room, size_t item_len)
 {
 	void *grown = PyMem_Realloc(*array, new_room * item_len);
 
 	if (grown == NULL)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	*array = grown;
 	*room = new_room;
 	return 0;
@@ -46,7 +46,7 @@ int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, ui
 	return sfr_py_map_add(&c->numbers->map, storage_impl, *number);
 }
 
-int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
+int sfr_py_require_same_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
 {
 	const uint64_t *known;
 
@@ -136,7 +136,7 @@ static int set_location_tag(struct sfr_py_collector *c, size_t number)
 
 /* Sets the CUDA device of a storage outside host memory, unless it is set. `tensor` is a tensor of
  * that storage. */
-static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
+static int ask_and_set_storage_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
 	long index;
@@ -165,7 +165,7 @@ static int check_tensor_dtype(struct sfr_py_collector *c, const struct sfr_py_fo
 	if (entry->dtype == dtype)
 		return 0;
 	entry->dtype = dtype;
-	return sfr_py_check_dtype(c, entry->addr, dtype);
+	return sfr_py_require_same_dtype(c, entry->addr, dtype);
 }
 
 /* Returns the address of the memory of the tensor's storage, or 0 if the caller has to ask the
@@ -225,7 +225,7 @@ static int find_or_add_storage(struct sfr_py_collector *c, struct sfr_py_found_t
 			return rc;
 	}
 	tensor->storage = (uint32_t)number;
-	if ((!tensor->on_host && ask_device(c, number, tensor->object) != 0) ||
+	if ((!tensor->on_host && ask_and_set_storage_device(c, number, tensor->object) != 0) ||
 	    set_location_tag(c, number) != 0 || check_tensor_dtype(c, tensor) != 0)
 		return -1;
 	return 1;
@@ -235,7 +235,7 @@ static int find_or_add_storage(struct sfr_py_collector *c, struct sfr_py_found_t
  * that it writes to c->rows->used. */
 static int64_t *reserve_row(struct sfr_py_collector *c, int64_t words)
 {
-	struct sfr_py_rows *rows = c->rows;
+	struct sfr_py_row_memory *rows = c->rows;
 
 	if (rows == NULL || rows->room - rows->used < (size_t)words) {
 		size_t room = words < NR_WORDS ? NR_WORDS : (size_t)words;
@@ -267,7 +267,7 @@ static int write_row(struct sfr_py_collector *c, struct sfr_py_found_tensor *ten
 		row = reserve_row(c, room);
 		if (row == NULL)
 			return -1;
-		words = sfr_py_bridge_describe(handle, row, room);
+		words = sfr_py_bridge_describe_tensor(handle, row, room);
 	} while (words > room); /* nothing was written: try again with more room */
 	tensor->row = row;
 	if (words <= 0)
@@ -286,7 +286,7 @@ static uint8_t dtype_index_plus_1(const struct sfr_py_collector *c, const int64_
 		       0;
 }
 
-int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor)
+int sfr_py_describe_tensor(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor)
 {
 	int rc = write_row(c, tensor); /* 0: torch refuses to describe the tensor */
 	uint8_t index_plus_1 = rc > 0 ? dtype_index_plus_1(c, tensor->row) : 0;

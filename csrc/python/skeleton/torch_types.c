@@ -93,7 +93,7 @@ int sfr_py_clear_ordinary_error(void)
  * *keys. If Python raises an exception, keys->where is NOT_PLAIN and nothing is remembered. Returns
  * -1 only if the exception must propagate. */
 static int ask_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tensor,
-			       struct sfr_py_known_keys *keys)
+			       struct sfr_py_known_dispatch_keys *keys)
 {
 	PyObject *answer = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_WHERE], tensor, NULL);
 	long value = answer != NULL ? PyLong_AsLong(answer) : -1;
@@ -114,7 +114,7 @@ static int ask_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tenso
 static int find_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tensor,
 				enum sfr_py_memory_kind *where)
 {
-	struct sfr_py_known_keys known = { .keys = sfr_py_dispatch_keys_of(tensor) };
+	struct sfr_py_known_dispatch_keys known = { .keys = sfr_py_dispatch_keys_of(tensor) };
 	int rc = 0;
 	uint32_t i = 0;
 
@@ -130,8 +130,8 @@ static int find_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tens
 
 /* Returns whether a tensor has Python attributes or hooks that torch.save would write: 1, 0, or -1
  * with an exception set. */
-static int has_extras(const struct sfr_py_torch_types *torch,
-		      const struct sfr_py_found_tensor *found)
+static int has_attributes_or_hooks(const struct sfr_py_torch_types *torch,
+				   const struct sfr_py_found_tensor *found)
 {
 	/* __getstate__ returns None without attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
@@ -152,7 +152,7 @@ int sfr_py_examine_tensor(struct sfr_py_torch_types *torch, struct sfr_py_found_
 	if (where == SFR_PY_NOT_PLAIN)
 		return 0; /* found->plain stays false, here and below */
 	found->on_host = where == SFR_PY_ON_HOST;
-	yes = has_extras(torch, found);
+	yes = has_attributes_or_hooks(torch, found);
 	if (yes < 0)
 		return sfr_py_clear_ordinary_error();
 	if (yes > 0)
@@ -250,7 +250,7 @@ static int read_dtype_number(struct sfr_py_torch_types *torch, PyObject *sample)
 	if (!sfr_py_word_offsets.known)
 		return 0; /* no tensor is plain, so torch's numbers of dtypes are not used */
 	/* if this fails, the row stays zero */
-	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
+	(void)sfr_py_bridge_describe_tensor(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
 	number = row[SFR_ROW_DTYPE];
 	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_DTYPE_NUMBERS) {
 		PyErr_SetString(PyExc_ValueError, "torch could not describe a sample");

@@ -26,7 +26,7 @@ static struct {
 
 /* Returns the address of a function, or NULL if the library lacks it. If the function is `needed`,
  * also sets an ImportError. */
-static void *look_up(void *library, const char *name, bool needed)
+static void *look_up_torch_function(void *library, const char *name, bool needed)
 {
 	void *found = dlsym(library, name);
 
@@ -50,10 +50,11 @@ int sfr_py_bridge_load(void)
 	}
 	/* `library` is never closed: torch stays loaded anyway. */
 #define NEEDED(result, name, arguments)                                                            \
-	*(void **)&torch.name = look_up(library, #name, true);                                     \
+	*(void **)&torch.name = look_up_torch_function(library, #name, true);                      \
 	if (torch.name == NULL)                                                                    \
 		return -1;
-#define OPTIONAL(result, name, arguments) *(void **)&torch.name = look_up(library, #name, false);
+#define OPTIONAL(result, name, arguments)                                                          \
+	*(void **)&torch.name = look_up_torch_function(library, #name, false);
 	SFR_TORCH_FUNCTIONS(NEEDED, OPTIONAL)
 #undef NEEDED
 #undef OPTIONAL
@@ -61,12 +62,12 @@ int sfr_py_bridge_load(void)
 	return 0;
 }
 
-bool sfr_py_bridge_can_make(void)
+bool sfr_py_bridge_can_make_tensors(void)
 {
 	return torch.torch_from_blob != NULL;
 }
 
-void sfr_py_bridge_drop(void *const *tensors, size_t nr)
+void sfr_py_bridge_release_handles(void *const *tensors, size_t nr)
 {
 	for (size_t i = 0; i < nr; i++)
 		/* nothing could be done about a failure */
@@ -75,7 +76,7 @@ void sfr_py_bridge_drop(void *const *tensors, size_t nr)
 
 /* ---- describe --------------------------------------------------------------------- */
 
-int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room)
+int64_t sfr_py_bridge_describe_tensor(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room)
 {
 	int64_t ndim = 0;
 	if (torch.aoti_torch_get_dim(tensor, &ndim))
@@ -160,7 +161,7 @@ static struct AtenTensorOpaque *make_tensor_over_storage(struct AtenTensorOpaque
 }
 
 /* Returns how long a storage the tensor needs, in elements; 0 if the tensor has no element. */
-static int64_t length_needed(const int64_t *row)
+static int64_t storage_length_needed(const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	const int64_t *sizes = row + SFR_NEW_HEADER, *strides = sizes + ndim;
@@ -184,7 +185,7 @@ static struct AtenTensorOpaque *make_tensor_of_row(const int64_t *row,
 	const size_t itemsize = torch.aoti_torch_dtype_element_size((int32_t)row[SFR_NEW_DTYPE]);
 	const int64_t length = row[SFR_NEW_NBYTES] / (int64_t)itemsize;
 
-	if (length_needed(row) == length)
+	if (storage_length_needed(row) == length)
 		return make_tensor_over_new_storage(row, ndim, row + SFR_NEW_HEADER,
 						    row + SFR_NEW_HEADER + ndim,
 						    row[SFR_NEW_OFFSET], keepalive);
@@ -193,12 +194,12 @@ static struct AtenTensorOpaque *make_tensor_of_row(const int64_t *row,
 	if (!whole)
 		return NULL;
 	struct AtenTensorOpaque *made = make_tensor_over_storage(whole, row);
-	sfr_py_bridge_drop(&whole, 1);
+	sfr_py_bridge_release_handles(&whole, 1);
 	return made;
 }
 
-int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keepalive,
-		       void **tensors)
+int sfr_py_bridge_make_tensors(const int64_t *row, size_t nr, struct sfr_keepalive *keepalive,
+			       void **tensors)
 {
 	for (size_t i = 0; i < nr; i++) {
 		/* index of an earlier row with the same storage; -1: none */
@@ -209,7 +210,7 @@ int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keep
 		else
 			tensors[i] = make_tensor_over_storage(tensors[shared], row);
 		if (!tensors[i]) {
-			sfr_py_bridge_drop(tensors, i);
+			sfr_py_bridge_release_handles(tensors, i);
 			return -1;
 		}
 		row += SFR_NEW_HEADER + 2 * row[SFR_NEW_NDIM];

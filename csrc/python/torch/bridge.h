@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Indices of the words of the header that sfr_py_bridge_describe writes. */
+/* Indices of the words of the header that sfr_py_bridge_describe_tensor writes. */
 enum {
 	SFR_ROW_OFFSET, /* offset of the first element in the storage */
 	SFR_ROW_NBYTES, /* length of the storage */
@@ -18,7 +18,7 @@ enum {
 	SFR_ROW_HEADER /* the number of words of the header */
 };
 
-/* Indices of the words of the header that sfr_py_bridge_make reads. */
+/* Indices of the words of the header that sfr_py_bridge_make_tensors reads. */
 enum {
 	SFR_NEW_OVER,   /* index of the row, before this one, whose storage is shared; -1: none */
 	SFR_NEW_BASE,   /* address of the row's own storage; 0 if it shares one */
@@ -55,7 +55,7 @@ int sfr_py_bridge_load(void);
 /* Writes the row that describes a tensor to `row`, which has room for `room` words. Returns how
  * many words the row needs; if they are more than `room`, nothing was written. Returns -1 if torch
  * refuses. */
-int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
+int64_t sfr_py_bridge_describe_tensor(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
 /* Returns the address of the tensor's storage. `offset` is the offset of the tensor's first element
  * in the storage, in bytes. A copy-on-write storage has its own memory afterwards. Returns 0 if
@@ -63,15 +63,15 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 uint64_t sfr_py_bridge_storage_address(struct AtenTensorOpaque *tensor, uint64_t offset);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
-bool sfr_py_bridge_can_make(void);
+bool sfr_py_bridge_can_make_tensors(void);
 
 /* Makes a tensor over given host memory for each of `nr` rows, and stores the handles in `tensors`.
  * Each new storage adds 1 to the count of `keepalive`. No tensor requires a gradient. Returns 0, or
  * -1 without an exception and without any tensor. */
-int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
-		       void **tensors);
+int sfr_py_bridge_make_tensors(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
+			       void **tensors);
 
 /* Releases `nr` handles, each with its reference to a tensor. */
-void sfr_py_bridge_drop(void *const *tensors, size_t nr);
+void sfr_py_bridge_release_handles(void *const *tensors, size_t nr);
 
 #endif

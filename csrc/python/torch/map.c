@@ -47,7 +47,7 @@ int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)
 		return 0;
 	larger.slots = PyMem_Calloc(larger.room, sizeof(*larger.slots));
 	if (larger.slots == NULL)
-		return sfr_py_no_memory();
+		return sfr_py_set_memory_error();
 	for (size_t i = 0; i < map->room; i++)
 		if (map->slots[i].key != 0)
 			larger.slots[find_key_slot(&larger, map->slots[i].key)] = map->slots[i];

@@ -7,15 +7,15 @@
 /* The type Numbers, once for the process, because torch supports only one interpreter. */
 static PyTypeObject *numbers_type;
 
-struct sfr_py_numbers *sfr_py_numbers_make(void)
+struct sfr_py_storage_numbers *sfr_py_storage_numbers_new(void)
 {
-	return (struct sfr_py_numbers *)sfr_py_alloc(numbers_type); /* zeroed */
+	return (struct sfr_py_storage_numbers *)sfr_py_alloc(numbers_type); /* zeroed */
 }
 
-struct sfr_py_numbers *sfr_py_cast_to_numbers(PyObject *object)
+struct sfr_py_storage_numbers *sfr_py_cast_to_storage_numbers(PyObject *object)
 {
 	if (Py_TYPE(object) == numbers_type)
-		return (struct sfr_py_numbers *)object;
+		return (struct sfr_py_storage_numbers *)object;
 	PyErr_SetString(PyExc_TypeError, "a Numbers object is needed");
 	return NULL;
 }
@@ -23,7 +23,7 @@ struct sfr_py_numbers *sfr_py_cast_to_numbers(PyObject *object)
 /* Numbers(addresses): the storage with the StorageImpl addresses[i] has the number i. */
 static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	struct sfr_py_numbers *self = NULL;
+	struct sfr_py_storage_numbers *self = NULL;
 	PyObject *addresses;
 
 	if (kwargs != NULL || !PyArg_ParseTuple(args, "O!:Numbers", &PyList_Type, &addresses)) {
@@ -31,7 +31,7 @@ static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 			PyErr_SetString(PyExc_TypeError, "Numbers() takes a list");
 		return NULL;
 	}
-	self = sfr_py_numbers_make();
+	self = sfr_py_storage_numbers_new();
 	for (Py_ssize_t i = 0; self != NULL && i < PyList_Size(addresses); i++) {
 		uint64_t address = PyLong_AsUnsignedLongLong(PyList_GetItem(addresses, i));
 
@@ -43,7 +43,7 @@ static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void numbers_dealloc(PyObject *self)
 {
-	sfr_py_map_fini(&((struct sfr_py_numbers *)self)->map);
+	sfr_py_map_fini(&((struct sfr_py_storage_numbers *)self)->map);
 	sfr_py_free(self);
 }
 
@@ -54,7 +54,7 @@ static PyObject *numbers_get(PyObject *self, PyObject *address)
 
 	if (PyErr_Occurred())
 		return NULL;
-	number = sfr_py_map_find(&((struct sfr_py_numbers *)self)->map, key);
+	number = sfr_py_map_find(&((struct sfr_py_storage_numbers *)self)->map, key);
 	if (number == NULL)
 		Py_RETURN_NONE;
 	return PyLong_FromUnsignedLongLong(*number);
@@ -62,7 +62,7 @@ static PyObject *numbers_get(PyObject *self, PyObject *address)
 
 static Py_ssize_t numbers_len(PyObject *self)
 {
-	return (Py_ssize_t)((struct sfr_py_numbers *)self)->map.used;
+	return (Py_ssize_t)((struct sfr_py_storage_numbers *)self)->map.used;
 }
 
 static PyMethodDef numbers_methods[] = {
@@ -81,7 +81,7 @@ static PyType_Slot numbers_slots[] = {
 	{ 0, NULL },
 };
 
-SFR_PY_TYPE(numbers_spec, "Numbers", struct sfr_py_numbers, 0, numbers_slots);
+SFR_PY_TYPE(numbers_spec, "Numbers", struct sfr_py_storage_numbers, 0, numbers_slots);
 
 int sfr_py_add_numbers(PyObject *module)
 {

@@ -30,8 +30,8 @@ struct sample_tensor {
 
 /* Returns the least offset, in bytes, at which each object bases[i] has the word values[i]. Returns
  * 0 if there is no such offset in the first nr_words words. Offset 0 itself is not searched. */
-static size_t find_offset(const void *const *bases, const uint64_t *values, size_t nr,
-			  size_t nr_words)
+static size_t find_common_word_offset(const void *const *bases, const uint64_t *values, size_t nr,
+				      size_t nr_words)
 {
 	for (size_t word = 1; word < nr_words; word++) {
 		const size_t off = word * sizeof(uint64_t);
@@ -69,15 +69,15 @@ static void find_word_offsets(const struct sample_tensor *samples, size_t nr)
 		bases[i] = samples[i].tensor;
 		values[i] = samples[i].impl;
 	}
-	words.tensor = find_offset(bases, values, nr, NR_OBJECT_WORDS);
+	words.tensor = find_common_word_offset(bases, values, nr, NR_OBJECT_WORDS);
 	for (i = 0; i < nr; i++) {
 		bases[i] = (const void *)(uintptr_t)samples[i].impl;
 		values[i] = samples[i].keys;
 	}
-	words.keys = find_offset(bases, values, nr, NR_IMPL_WORDS);
+	words.keys = find_common_word_offset(bases, values, nr, NR_IMPL_WORDS);
 	for (i = 0; i < nr; i++)
 		values[i] = samples[i].storage;
-	words.storage = find_offset(bases, values, nr, NR_IMPL_WORDS);
+	words.storage = find_common_word_offset(bases, values, nr, NR_IMPL_WORDS);
 	/* without a sample every offset matches */
 	words.known = nr != 0 && words.tensor != 0 && words.keys != 0 && words.storage != 0;
 	sfr_py_word_offsets = words;

@@ -147,7 +147,7 @@ static inline void check_header(const struct sfr__image *img, uint32_t entry)
 	CHECK(memcmp(extra, "FB", 2) == 0);
 	CHECK_EQ(extra + 4 + get(extra + 2, 2) - h, len);
 
-	sfr__image_put_desc(img, entry, 0, e->desc_len, d);
+	sfr__image_put_descriptor(img, entry, 0, e->desc_len, d);
 	CHECK_EQ(get(d, 4), 0x08074b50);
 	CHECK_EQ(get(d + 4, 4), e->crc);
 	CHECK_EQ(get(d + 8, half), e->nbytes);

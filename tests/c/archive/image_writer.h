@@ -46,7 +46,7 @@ static inline void fill_segment(struct sfr__image *img, const struct sfr__seg *s
 	if (seg->kind == SFR__SEG_HEADER) {
 		sfr__image_put_header(img, seg->entry, seg->off, seg->len, dst);
 	} else if (seg->kind == SFR__SEG_DESC) {
-		sfr__image_put_desc(img, seg->entry, seg->off, seg->len, dst);
+		sfr__image_put_descriptor(img, seg->entry, seg->off, seg->len, dst);
 	} else if ((uintptr_t)e->src == HOLE) {
 		memset(dst, 0, seg->len);
 		e->crc = crcs ? crc_of_zeros(e->crc, seg->len) : e->crc;
@@ -135,9 +135,9 @@ static inline int64_t write_tensor(const char *path, uint64_t nbytes, uint64_t b
 	int64_t len;
 
 	if (rc == 0)
-		rc = sfr_parts_bytes(parts, "-", 1);
+		rc = sfr_parts_add_bytes(parts, "-", 1);
 	if (rc == 0)
-		rc = sfr_parts_tensor(parts, &tensor);
+		rc = sfr_parts_add_tensor(parts, &tensor);
 	if (rc == 0)
 		rc = sfr__image_init_parts(&img, parts, block_bytes);
 	sfr_parts_free(parts);

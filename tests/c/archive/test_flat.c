@@ -26,7 +26,7 @@ static void check_block(const struct sfr__image *img, const struct sfr__extent *
 	CHECK_EQ(off % PAGE, 0);
 	CHECK_EQ(end % PAGE, 0);
 	CHECK(end > off && end - off <= img->block_bytes);
-	sfr__image_unshared_pages(img, extent, blk, &from, &to);
+	sfr__image_block_unshared_range(img, extent, blk, &from, &to);
 	for (uint64_t page = from; page < to; page += PAGE)
 		nr_written[page / PAGE]++;
 	sfr__seg_iter_init(&it, img, extent, blk);

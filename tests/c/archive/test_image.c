@@ -182,10 +182,10 @@ TEST(partial_header_or_descriptor_equals_that_part_of_the_whole)
 			CHECK(memcmp(whole, part, len) == 0);
 		}
 		len = img.entries[i].desc_len;
-		sfr__image_put_desc(&img, i, 0, len, whole);
+		sfr__image_put_descriptor(&img, i, 0, len, whole);
 		for (size_t cut = 0; cut <= len; cut++) {
-			sfr__image_put_desc(&img, i, 0, cut, part);
-			sfr__image_put_desc(&img, i, cut, len - cut, part + cut);
+			sfr__image_put_descriptor(&img, i, 0, cut, part);
+			sfr__image_put_descriptor(&img, i, cut, len - cut, part + cut);
 			CHECK(memcmp(whole, part, len) == 0);
 		}
 	}

@@ -319,7 +319,7 @@ static const char *local_extra(uint32_t clen32, uint32_t ulen32, const unsigned 
 		memcpy(exact, extra, len);
 	memcpy(fixed + 18, &clen32, 4);
 	memcpy(fixed + 22, &ulen32, 4);
-	wrong = sfr__unzip_local_extra(fixed, exact, len, rec);
+	wrong = sfr__unzip_check_local_extra(fixed, exact, len, rec);
 	free(exact);
 	return wrong;
 }

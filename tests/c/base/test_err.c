@@ -57,15 +57,15 @@ TEST(first_error_is_kept)
 
 	memset(longer, 'x', sizeof(longer));
 	longer[sizeof(longer) - 1] = '\0';
-	sfr__err_set(&err, -EIO, SFR_PHASE_WRITE, longer);
+	sfr__err_set_if_unset(&err, -EIO, SFR_PHASE_WRITE, longer);
 	CHECK_EQ(strlen(err.note), sizeof(err.note) - 1);
-	sfr__err_set(&err, -ENOSPC, SFR_PHASE_SYNC, "later");
+	sfr__err_set_if_unset(&err, -ENOSPC, SFR_PHASE_SYNC, "later");
 	CHECK_EQ(err.code, -EIO);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	CHECK_EQ(err.index, -1);
 	CHECK_EQ(err.note[0], 'x');
 	err = (struct sfr_err){ 0 };
-	sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, NULL);
+	sfr__err_set_if_unset(&err, SFR_ETORN, SFR_PHASE_STAGE, NULL);
 	CHECK_EQ(err.code, SFR_ETORN);
 	CHECK(strcmp(err.note, "") == 0);
 }

@@ -93,7 +93,7 @@ TEST(closing_removes_the_descriptor_from_the_table)
 
 	/* A close that fails has closed the descriptor nevertheless. */
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
 	CHECK_EQ(sfr__fd_close(fd), -EIO);
 	sfr_inject_uninstall();
@@ -109,14 +109,14 @@ TEST(interrupted_open_is_retried_a_bounded_number_of_times)
 	int fds = nr_fds(), fd;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
 	CHECK(fd >= 0);
 	CHECK_EQ(sfr_inject_count_calls("open"), 2);
 	CHECK_EQ(sfr__fd_close(fd), 0);
 	sfr_inject_clear();
 	fault.sticky = 1;
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr__fd_open("/dev/null", O_RDONLY, 0), -EINTR);
 	sfr_inject_uninstall();
 	CHECK_EQ(sfr__fd_open("/nonexistent/file", O_RDONLY, 0), -ENOENT);

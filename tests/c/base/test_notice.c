@@ -65,7 +65,7 @@ TEST(stop_and_notices_wake_a_waiting_thread)
 		if (with_news)
 			sfr__notice_post(&copied);
 		else
-			sfr_notice_stop();
+			sfr_notice_post_stop();
 		CHECK_EQ(pthread_join(thread, NULL), 0);
 		CHECK_EQ(got.what, with_news ? SFR_NOTICE_COPIED : SFR_NOTICE_STOP);
 	}
@@ -125,7 +125,7 @@ TEST(notices_posted_before_a_stop_come_before_it)
 	int rc;
 
 	sfr__notice_post_text("text");
-	sfr_notice_stop();
+	sfr_notice_post_stop();
 	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_TEXT);
 	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_STOP);
 	CHECK_EQ(rc, 0);
@@ -141,11 +141,11 @@ TEST(notice_put_back_is_returned_first_and_once)
 
 	sfr__notice_post_text("first");
 	sfr__notice_post_text("second");
-	sfr_notice_stop();
+	sfr_notice_post_stop();
 	got = next(0, &rc);
 	got.ticket = (struct sfr_ticket *)&ticket;
 	got.number = 41;
-	sfr_notice_again(&got);
+	sfr_notice_put_back(&got);
 	got = next(0, &rc);
 	CHECK(rc == 0 && got.what == SFR_NOTICE_TEXT && strcmp(got.text, "first") == 0);
 	CHECK(got.number == 41 && got.ticket == (struct sfr_ticket *)&ticket);
@@ -154,7 +154,7 @@ TEST(notice_put_back_is_returned_first_and_once)
 	CHECK(got.number == 0 && !got.ticket);
 	got = next(0, &rc);
 	CHECK_EQ(got.what, SFR_NOTICE_STOP);
-	sfr_notice_again(&got);
+	sfr_notice_put_back(&got);
 	CHECK_EQ(next(SFR_FOREVER, &rc).what, SFR_NOTICE_STOP);
 	CHECK_EQ(rc, 0);
 	CHECK_EQ(next(0, &rc).what, 0);

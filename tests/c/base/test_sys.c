@@ -203,12 +203,12 @@ TEST(new_thread_runs_on_the_set_cpus_or_inherits_them)
 	for (int i = 0; i < CPU_SETSIZE; i++)
 		if (CPU_ISSET((size_t)i, &all))
 			last = i;
-	CHECK_EQ(sfr_cpus_set(&last, 1), 0);
-	CHECK_EQ(sfr_cpus_set(bad, 2), -EINVAL); /* and changes nothing */
+	CHECK_EQ(sfr_cpus_set_for_new_threads(&last, 1), 0);
+	CHECK_EQ(sfr_cpus_set_for_new_threads(bad, 2), -EINVAL); /* and changes nothing */
 	cpus_of_a_new_thread(&found);
 	CHECK_EQ(CPU_COUNT(&found), 1);
 	CHECK(CPU_ISSET((size_t)last, &found));
-	CHECK_EQ(sfr_cpus_set(NULL, 0), 0);
+	CHECK_EQ(sfr_cpus_set_for_new_threads(NULL, 0), 0);
 	cpus_of_a_new_thread(&found);
 	CHECK(CPU_EQUAL(&found, &all));
 }
@@ -222,19 +222,19 @@ TEST(failed_thread_start_returns_an_error_and_leaks_nothing)
 	pthread_t thread;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&no_thread), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_thread), 0);
 	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -EAGAIN);
 	CHECK_EQ(sfr_inject_count_calls("malloc"), sfr_inject_count_calls("free"));
 	sfr_inject_clear();
-	CHECK_EQ(sfr_inject_set(&no_memory), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_memory), 0);
 	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -ENOMEM);
 	CHECK_EQ(sfr_inject_count_calls("thread_create"), 0);
 	sfr_inject_clear();
 
 	/* If the priority cannot be lowered, the thread runs nevertheless. */
-	CHECK_EQ(sfr_inject_set(&no_nice), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_nice), 0);
 	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread,
 				       &self),
 		     0))
@@ -391,13 +391,13 @@ TEST(every_call_that_can_fail_can_be_made_to_fail)
 		for (uint64_t nth = 1; nth <= NR_FAILING + 1; nth++) {
 			struct sfr_fault fault = { "*", nth, 0, errors[e], -1, 0 };
 
-			CHECK_EQ(sfr_inject_set(&fault), 0);
+			CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 			CHECK_EQ(call_everything(errors[e], &nr_wrong), nth <= NR_FAILING);
 			CHECK_EQ(nr_wrong, 0);
 			CHECK_EQ(sfr_inject_hits(), nth <= NR_FAILING);
 			sfr_inject_clear();
 			fault.sticky = 1;
-			CHECK_EQ(sfr_inject_set(&fault), 0);
+			CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 			CHECK_EQ(call_everything(errors[e], &nr_wrong), NR_FAILING + 1 - (int)nth);
 			CHECK_EQ(nr_wrong, 0);
 			sfr_inject_clear();
@@ -416,27 +416,27 @@ TEST(impossible_fault_is_refused)
 	struct sfr_fault fault = { "pwrit", 1, 0, EIO, -1, 0 };
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
+	CHECK_EQ(sfr_inject_add_fault(&fault), -EINVAL);
 	fault.call = "";
-	CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
+	CHECK_EQ(sfr_inject_add_fault(&fault), -EINVAL);
 	for (size_t i = 0; i < sizeof(safe) / sizeof(safe[0]); i++) {
 		fault.call = safe[i];
 		fault.err = EIO;
-		CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
+		CHECK_EQ(sfr_inject_add_fault(&fault), -EINVAL);
 		fault.err = 0; /* a slow call is possible */
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	}
 	sfr_inject_clear();
 	fault = (struct sfr_fault){ "pwrite", 0, 0, EIO, -1, 0 };
-	CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
+	CHECK_EQ(sfr_inject_add_fault(&fault), -EINVAL);
 	fault = (struct sfr_fault){ "pwrite", 1, 0, 0, -4, 0 };
-	CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
+	CHECK_EQ(sfr_inject_add_fault(&fault), -EINVAL);
 	fault.limit = -1;
 	for (int i = 0; i < 16; i++)
-		CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_inject_set(&fault), -ENOSPC);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), -ENOSPC);
 	CHECK_EQ(sfr_inject_remove_fault(&fault), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	sfr_inject_uninstall();
 }
 
@@ -448,8 +448,8 @@ TEST(faults_count_independently_and_can_be_dropped)
 	int fd = open("/var/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&second), 0);
-	CHECK_EQ(sfr_inject_set(&from_fourth), 0);
+	CHECK_EQ(sfr_inject_add_fault(&second), 0);
+	CHECK_EQ(sfr_inject_add_fault(&from_fourth), 0);
 	for (int i = 0; i < 6; i++) {
 		errno = 0;
 		CHECK_EQ(sfr_sys.fsync(fd) < 0 ? errno : 0, expected[i]);
@@ -478,8 +478,8 @@ TEST(short_transfer_moves_exactly_the_given_bytes)
 		struct stat st;
 
 		fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-		CHECK_EQ(sfr_inject_set(&put), 0);
-		CHECK_EQ(sfr_inject_set(&get), 0);
+		CHECK_EQ(sfr_inject_add_fault(&put), 0);
+		CHECK_EQ(sfr_inject_add_fault(&get), 0);
 		CHECK_EQ(sfr_sys.pwrite(fd, "0123456789", 10, 0), moved[i]);
 		CHECK(fstat(fd, &st) == 0 && st.st_size == moved[i]);
 		CHECK_EQ(pwrite(fd, "0123456789", 10, 0), 10);
@@ -501,7 +501,7 @@ TEST(short_transfer_moves_exactly_the_given_bytes)
 		struct stat st;
 
 		memset(page, 'p', 3 * 4096);
-		CHECK_EQ(sfr_inject_set(&put), 0);
+		CHECK_EQ(sfr_inject_add_fault(&put), 0);
 		CHECK_EQ(sfr_sys.pwrite(fd, page, 3 * 4096, 0), 3 * 4096 - 1);
 		CHECK(fstat(fd, &st) == 0 &&
 		      (st.st_size == 2 * 4096 || st.st_size == 3 * 4096 - 1));
@@ -520,7 +520,7 @@ TEST(a_delayed_call_is_late_and_succeeds)
 	char to = 0;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&slow), 0);
+	CHECK_EQ(sfr_inject_add_fault(&slow), 0);
 	before = sfr__now_ns();
 	(void)sfr_sys.lane_copy(0, &to, "a", 1);
 	CHECK(sfr__now_ns() - before >= 30000000u);
@@ -552,12 +552,12 @@ TEST(the_nth_call_fails_once_however_many_threads_call)
 
 	atomic_store(&nr_failures, 0);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(pthread_create(&threads[i], NULL, allocate_often, NULL), 0);
 	/* The list may be changed meanwhile. */
 	for (int i = 0; i < 1000; i++) {
-		CHECK_EQ(sfr_inject_set(&other), 0);
+		CHECK_EQ(sfr_inject_add_fault(&other), 0);
 		CHECK_EQ(sfr_inject_remove_fault(&other), 0);
 	}
 	for (int i = 0; i < 4; i++)

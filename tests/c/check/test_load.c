@@ -202,7 +202,8 @@ TEST(files_written_by_stillframe_pass_the_check)
 				else if (seg.kind == SFR__SEG_DATA)
 					memcpy(at, img.entries[seg.entry].src + seg.off, seg.len);
 				else if (seg.kind == SFR__SEG_DESC)
-					sfr__image_put_desc(&img, seg.entry, seg.off, seg.len, at);
+					sfr__image_put_descriptor(&img, seg.entry, seg.off, seg.len,
+								  at);
 			}
 		}
 	sfr__image_put_tail(&img, file + img.tail_off);

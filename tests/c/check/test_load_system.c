@@ -130,7 +130,7 @@ TEST(failure_of_any_read_in_a_long_file_ends_the_check)
 			struct verdict v;
 
 			sfr_inject_clear();
-			CHECK_EQ(sfr_inject_set(&fault), 0);
+			CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 			v = check_fd(fd, flags);
 			hits = sfr_inject_hits();
 			/* After a failure nothing is read, so that no later read counts as a
@@ -200,7 +200,7 @@ TEST(read_error_is_returned_again)
 
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
@@ -223,7 +223,7 @@ TEST(short_and_interrupted_reads_are_continued)
 		};
 
 		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
 		CHECK(sfr_inject_hits() > 0);
 	}
@@ -231,7 +231,7 @@ TEST(short_and_interrupted_reads_are_continued)
 		struct sfr_fault fault = { .call = "pread", .nth = nth, .err = EINTR, .limit = -1 };
 
 		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
 		CHECK_EQ(sfr_inject_hits(), 1);
 	}

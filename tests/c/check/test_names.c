@@ -27,7 +27,7 @@ TEST(different_names_are_not_reported_as_repeated)
 
 		for (unsigned i = 0; i < nr; i++)
 			CHECK_EQ(add(&names, i * 7919 % MAX, i), 0);
-		while (!sfr__names_sort(&names, nr % 7 + 1))
+		while (!sfr__names_continue_sort(&names, nr % 7 + 1))
 			CHECK(nr_steps++ < 2 * MAX); /* each step does something */
 		CHECK(!sfr__names_next_same_hash(&names, &it, &first, &second));
 		for (unsigned i = 1; i < nr; i++)
@@ -55,7 +55,7 @@ TEST(repeated_names_are_reported_in_file_order)
 			last[number[i]] = i;
 			CHECK_EQ(add(&names, number[i], i), 0);
 		}
-		CHECK(sfr__names_sort(&names, UINT64_MAX));
+		CHECK(sfr__names_continue_sort(&names, UINT64_MAX));
 		while (sfr__names_next_same_hash(&names, &it, &first, &second)) {
 			CHECK(first < second && number[first] == number[second]);
 			/* No offset of the same name is between the two. */
@@ -80,7 +80,7 @@ TEST(failed_allocation_is_reported_and_keeps_the_list)
 			i++;
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
 		CHECK_EQ(names.nr, i);
-		CHECK(sfr__names_sort(&names, UINT64_MAX));
+		CHECK(sfr__names_continue_sort(&names, UINT64_MAX));
 		sfr__names_fini(&names);
 	}
 }
@@ -94,15 +94,19 @@ TEST(a_name_is_found_if_it_is_there)
 
 		for (unsigned i = 0; i < nr; i++)
 			CHECK_EQ(add(&names, i, i), 0);
-		CHECK(sfr__names_sort(&names, UINT64_MAX));
+		CHECK(sfr__names_continue_sort(&names, UINT64_MAX));
 		for (unsigned i = 0; i < nr + 20; i++) {
 			uint64_t it = 0, offset = UINT64_MAX;
 			int len = snprintf(name, sizeof(name), "archive/data/%u", i);
 
-			CHECK_EQ(sfr__names_find(&names, name, (size_t)len, &it, &offset), i < nr);
+			CHECK_EQ(sfr__names_find_hash_match(&names, name, (size_t)len, &it,
+							    &offset),
+				 i < nr);
 			if (i < nr)
 				CHECK_EQ(offset, i);
-			CHECK(!sfr__names_find(&names, name, (size_t)len, &it, &offset) || i < nr);
+			CHECK(!sfr__names_find_hash_match(&names, name, (size_t)len, &it,
+							  &offset) ||
+			      i < nr);
 		}
 		sfr__names_fini(&names);
 	}

@@ -165,7 +165,7 @@ TEST(check_that_is_freed_early_reads_no_further)
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	while (check->reader == NULL)
 		CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
-	CHECK_EQ(sfr_inject_set(&slow), 0);
+	CHECK_EQ(sfr_inject_add_fault(&slow), 0);
 	sfr_check_free(check);
 	CHECK(sfr_inject_hits() <= 2 * SFR__READER_THREADS);
 	sfr_inject_clear();
@@ -197,7 +197,7 @@ TEST(check_survives_short_interrupted_and_refused_reads)
 			struct verdict v;
 
 			sfr_inject_clear();
-			CHECK_EQ(sfr_inject_set(&faults[i]), 0);
+			CHECK_EQ(sfr_inject_add_fault(&faults[i]), 0);
 			v = check_fd(fd, SFR_CHECK_BYTES | SFR_CHECK_DIRECT);
 			CHECK(v.rc == 0 && v.ok);
 			CHECK(sfr_inject_hits() > 0);
@@ -223,7 +223,7 @@ TEST(read_error_of_a_thread_is_the_error_of_the_check)
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	while (check->dir_check == NULL || check->dir_check->state != SFR__CHECK_NAMES)
 		CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	for (int again = 0; again < 3; again++)
 		CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
 	CHECK(sfr_check_has_os_error(check));

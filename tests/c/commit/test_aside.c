@@ -142,7 +142,7 @@ static struct sfr_ticket *submit_in(const char *where, const char *name, uint64_
 	CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	return t;
 }
 
@@ -226,12 +226,12 @@ TEST(saves_on_other_file_systems_overtake_a_hanging_rename)
 	CHECK_EQ(saving_content(dir, "c"), 2);
 	CHECK_EQ(sfr_log_pending(), 4); /* they leave the log in its order */
 	CHECK_EQ(nr_notices_with("hung has not answered"), 1);
-	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 1);
+	CHECK_EQ(sfr_log_describe_hang(text, sizeof(text)), 1);
 	CHECK(strstr(text, "hung has not answered for") != NULL);
 	set_gate(false, false);
 	check_becomes_durable(hung);
 	drain();
-	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 0);
+	CHECK_EQ(sfr_log_describe_hang(text, sizeof(text)), 0);
 	CHECK_EQ(saving_content(dir, "hung"), 1);
 	while (nr_log_threads() > 1)
 		(void)usleep(1000);
@@ -258,7 +258,7 @@ TEST(saves_overtake_a_hanging_remove)
 	check_becomes_durable(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
 	drain();
 	set_gate(true, false);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "nfs/hung"), NULL), 0);
 	wait_until_one_hangs();
 	check_becomes_durable(submit("b", SSD, &two));
 	CHECK_EQ(nr_notices_with("nfs/hung has not answered"), 1);
@@ -273,7 +273,7 @@ TEST(saves_overtake_two_file_systems_that_hang)
 	set_gate(true, true);
 	sync = submit("a", RAM, &one);
 	wait_until_one_hangs();
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL),
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "nfs/hung"), NULL),
 		 0); /* waits for that save, which does not hang */
 	hung = submit("hung", NFS, &one);
 	check_becomes_durable(submit("b", SSD, &two));
@@ -324,7 +324,7 @@ TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
 	wait_until_one_hangs();
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "tree"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "tree"), NULL), 0);
 	held = submit_in(dir_path(dir, "tree"), "in it", SSD, &two);
 	check_is_blocked(held);
 	set_gate(false, false);
@@ -384,7 +384,7 @@ TEST(slow_save_is_not_overtaken)
 	CHECK_EQ(saving_submit(slow), 0);
 	b = submit("b", SSD, &two);
 	check_is_blocked(b);
-	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(slow, -1), 0);
 	check_becomes_durable(slow);
 	check_becomes_durable(b);
 	drain();
@@ -395,7 +395,7 @@ TEST(slow_but_answering_file_system_is_not_overtaken)
 {
 	struct sfr_ticket *slow, *b;
 
-	sfr_log_tune(0); /* back to the default */
+	sfr_log_set_patience(0); /* back to the default */
 	set_gate(true, false);
 	slow = submit("hung", NFS, &one);
 	wait_until_one_hangs();
@@ -407,27 +407,27 @@ TEST(slow_but_answering_file_system_is_not_overtaken)
 	drain();
 	CHECK_EQ(nr_notices_with("has not answered"), 0);
 	CHECK_EQ(sfr_log_stop(), 0); /* its threads wait for that long */
-	sfr_log_tune(PATIENCE_NS);
+	sfr_log_set_patience(PATIENCE_NS);
 }
 
 /* Before and after a thread has taken the work. */
 TEST(external_work_at_the_head_is_not_overtaken)
 {
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	struct sfr_ticket *b;
 	uint64_t number;
 	bool after_good;
 
-	CHECK_EQ(sfr_log_work_new("/in front", SFR_WORK_SAVE, &work), 0);
-	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(sfr_external_work_new("/in front", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_external_work_append(work), 0);
 	b = submit("b", SSD, &two);
 	check_is_blocked(b);
-	CHECK_EQ(sfr__log_take_work(0, &number, &after_good), 0);
+	CHECK_EQ(sfr__log_take_external_work(0, &number, &after_good), 0);
 	check_is_blocked(b);
-	sfr_log_work_end(work, 1);
+	sfr_external_work_mark_ended(work, 1);
 	check_becomes_durable(b);
 	drain();
-	sfr_log_work_put(work);
+	sfr_external_work_put(work);
 }
 
 /* Of two ready saves on one file system the first is renamed first, whatever hangs before them. */
@@ -450,7 +450,7 @@ TEST(overtaking_saves_keep_their_order)
 	b = submit("b", SSD, &two);
 	check_is_blocked(b);
 	CHECK_EQ(sfr_save_wait(slow, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(slow, -1), 0);
 	check_becomes_durable(slow);
 	check_becomes_durable(b);
 	set_gate(false, false);
@@ -468,7 +468,7 @@ TEST(a_remove_waits_for_every_save_before_it)
 	hung = submit("hung", NFS, &one);
 	wait_until_one_hangs();
 	check_becomes_durable(submit("new", SSD, &two));
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
 	check_becomes_durable(submit("newer", SSD, &two)); /* overtakes the remove too */
 	CHECK_EQ(saving_content(dir, "old"), 1);
 	set_gate(false, false);
@@ -622,7 +622,7 @@ BEGIN
 	sfr_sys.lstat = numbered_lstat;
 	sfr_sys.thread_create = counted_create;
 	sfr_sys.thread_join = counted_join;
-	sfr_log_tune(PATIENCE_NS);
+	sfr_log_set_patience(PATIENCE_NS);
 	engine = saving_engine(64, 3, 8);
 	check_at_end(restore_calls);
 	return true;

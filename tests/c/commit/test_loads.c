@@ -51,7 +51,7 @@ TEST(load_of_a_fifo_does_not_block_the_log)
 	CHECK_EQ(sfr_log_load_new(path, &load), 0);
 	CHECK_EQ(mkfifo(path, 0600), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, 4), 0); /* the save fails, so the FIFO stays */
+	CHECK_EQ(sfr_save_give_verdict(t, 4), 0); /* the save fails, so the FIFO stays */
 	CHECK_EQ(sfr_log_load_wait(load, UINT64_C(10000000000), &fd), 0);
 	/* ends the wait of a load that waits nevertheless */
 	writer = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
@@ -71,7 +71,7 @@ TEST(signal_during_open_is_retried)
 	finish(submit("signal"));
 	sfr_inject_clear();
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "signal"), &load), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	CHECK_EQ(sfr_inject_hits(), 1);
 	sfr_inject_clear();

@@ -17,7 +17,7 @@ static struct sfr_ticket *submit(const char *name, const struct saving_state *s)
 static void confirm(struct sfr_ticket *t, int64_t torn)
 {
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, torn), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, torn), 0);
 }
 
 static void drain(void)
@@ -71,10 +71,10 @@ TEST(a_remove_waits_for_the_save_before_it)
 
 	saving_done(submit("old", &one));
 	a = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "old")), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "new")), 1);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "other")), -1);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "old")), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "new")), 1);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "other")), -1);
 	CHECK_EQ(saving_content(dir, "old"), 1);
 	saving_done(a);
 	drain();
@@ -82,7 +82,7 @@ TEST(a_remove_waits_for_the_save_before_it)
 	CHECK_EQ(saving_content(dir, "new"), 2);
 	b = submit("new", &one);
 	/* the remove concerns its own file too */
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "new"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "new"), NULL), 0);
 	saving_done(b);
 	drain();
 	CHECK_EQ(saving_content(dir, "new"), -1);
@@ -94,25 +94,25 @@ TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
 
 	saving_done(submit("old", &one));
 	a = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
 	confirm(a, 3); /* torn */
 	saving_done(a);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	drain();
 	CHECK_EQ(saving_content(dir, "old"), 1);
 	/* This holds however long ago the save failed. */
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	CHECK_EQ(saving_content(dir, "old"), 1);
 	/* A cancelled save did not succeed either. */
 	b = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_save_cancel(b), 1);
 	saving_done(b);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	CHECK_EQ(saving_content(dir, "old"), 1);
 	saving_done(submit("new", &two));
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
 	drain();
 	CHECK_EQ(saving_content(dir, "old"), -1);
 }
@@ -121,10 +121,10 @@ TEST(a_later_save_survives_an_earlier_remove_of_its_name)
 {
 	struct sfr_ticket *a = submit("x", &one), *b;
 
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "x"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "x"), NULL), 0);
 	b = submit("x", &two);
 	confirm(b, -1);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "x")), 1);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "x")), 1);
 	saving_done(a);
 	saving_done(b);
 	drain();
@@ -141,8 +141,8 @@ TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
 	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "tree"));
 	CHECK_EQ(saving_save(engine, path, "inside", &one, 0), 0);
 	first = submit("a", &one);
-	CHECK_EQ(sfr_log_remove(path, NULL), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "tree/inside")), 0);
+	CHECK_EQ(sfr_log_append_remove(path, NULL), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "tree/inside")), 0);
 	late = saving_started(engine, path, "late", &two, SFR_SAVE_DURABLE);
 	confirm(late, -1);
 	saving_done(first);
@@ -151,7 +151,7 @@ TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
 	CHECK_EQ(saving_content(path, "inside"), -1);
 	CHECK_EQ(access(dir_path(dir, "tree/deep"), F_OK), -1);
 	CHECK_EQ(saving_content(path, "late"), 2);
-	CHECK_EQ(sfr_log_remove(path, NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(path, NULL), 0);
 	drain();
 	CHECK_EQ(access(path, F_OK), -1);
 }
@@ -160,11 +160,11 @@ TEST(remove_accepts_a_missing_name_and_logs_a_refused_one)
 {
 	const struct sfr_fault fault = { .call = "unlink", .nth = 1, .err = EPERM, .limit = -1 };
 
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "never"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "never"), NULL), 0);
 	drain();
 	saving_done(submit("kept", &one));
-	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "kept"), NULL), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "kept"), NULL), 0);
 	CHECK(strstr(next_text(), "could not be removed") != NULL);
 	sfr_inject_clear();
 	CHECK_EQ(saving_content(dir, "kept"), 1);
@@ -180,7 +180,7 @@ TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 	a = submit("l", &one);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "l"), &load), 0);
 	b = submit("l", &two);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "l"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "l"), NULL), 0);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "l"), &missing), 0);
 	confirm(other, -1);
 	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
@@ -238,7 +238,7 @@ TEST(load_of_a_directory_waits_for_a_remove_of_it)
 	int fd;
 
 	CHECK_EQ(mkdir(dir_path(dir, "going"), 0777), 0);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "going"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "going"), NULL), 0);
 	(void)snprintf(key, sizeof(key), "%s/", dir_path(dir, "going"));
 	CHECK_EQ(sfr_log_load_new(key, &load), 0);
 	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
@@ -274,7 +274,7 @@ TEST(failed_save_leaves_existence_of_its_name_unchanged)
 
 	confirm(a, 4);
 	CHECK_EQ(sfr_save_wait(a, SFR_WAIT_ENDED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "f")), -1);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "f")), -1);
 	saving_done(a);
 	saving_done(first);
 }
@@ -287,7 +287,7 @@ TEST(child_cannot_use_the_parents_objects_and_the_parents_saves_go_on)
 	int status = -1, fd;
 	pid_t child;
 
-	sfr_log_work_put(NULL); /* allowed, as in every such function */
+	sfr_external_work_put(NULL); /* allowed, as in every such function */
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "forked"), &load), 0);
 	child = fork();
 	if (child == 0) {
@@ -299,14 +299,14 @@ TEST(child_cannot_use_the_parents_objects_and_the_parents_saves_go_on)
 
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_save_cancel(t), SFR_EFORK);
-		CHECK_EQ(sfr_save_confirm(t, -1), SFR_EFORK);
+		CHECK_EQ(sfr_save_give_verdict(t, -1), SFR_EFORK);
 		CHECK_EQ(sfr_save_report(t, &report), SFR_EFORK);
 		CHECK_EQ(sfr_engine_stats(engine, &stats), SFR_EFORK);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
 		CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
 		CHECK_EQ(sfr_engine_use_device(engine, 0, text, sizeof(text)), SFR_EFORK);
-		CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), SFR_EFORK);
+		CHECK_EQ(sfr_engine_describe_driver(engine, text, sizeof(text)), SFR_EFORK);
 		CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), SFR_EFORK);
 		CHECK_EQ(saving_new(engine, dir, "no", &one, 0, &u), SFR_EFORK);
 		CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), SFR_EFORK);
@@ -349,7 +349,7 @@ TEST(failed_allocation_in_the_log_loses_nothing)
 		if (fd >= 0)
 			(void)close(fd);
 		sfr_log_load_free(load);
-		rc = sfr_log_remove(dir_path(dir, "gone"), NULL);
+		rc = sfr_log_append_remove(dir_path(dir, "gone"), NULL);
 		CHECK(rc == 0 || check_acted(&run));
 		check_end_fault(&run);
 		drain();
@@ -381,7 +381,8 @@ TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 	rc = sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000));
 	CHECK_EQ(rc, 0);
 	if (rc < 0)
-		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL), 0); /* starts the log again */
+		CHECK_EQ(sfr_log_append_remove(dir_path(dir, "none"), NULL),
+			 0); /* starts the log again */
 	saving_done(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	CHECK_EQ(saving_content(dir, "admitted"), 1);
@@ -401,14 +402,14 @@ TEST(the_log_stops_once_an_admitted_save_is_given_up)
 	struct sfr_ticket *t = NULL;
 	pthread_t stopper;
 
-	sfr_log_tune(SFR_FOREVER);
+	sfr_log_set_patience(SFR_FOREVER);
 	CHECK_EQ(saving_new(engine, dir, "given up", &one, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	CHECK_EQ(pthread_create(&stopper, NULL, stop_the_log, NULL), 0);
 	(void)usleep(50000); /* the stop waits for the save */
 	sfr_save_abandon(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
-	sfr_log_tune(0);
+	sfr_log_set_patience(0);
 	saving_done(t);
 	saving_done(submit("next", &one));
 }
@@ -417,25 +418,25 @@ static void *take_a_turn(void *number)
 {
 	int after_good;
 
-	CHECK_EQ(sfr_log_work_next(SFR_FOREVER, number, &after_good), 0);
+	CHECK_EQ(sfr_external_work_take_next(SFR_FOREVER, number, &after_good), 0);
 	return NULL;
 }
 
 TEST(external_work_alone_in_the_log_wakes_its_waiting_thread)
 {
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	uint64_t number = 0;
 	pthread_t taker;
 
 	drain(); /* so that no entry's end wakes the thread */
 	CHECK_EQ(pthread_create(&taker, NULL, take_a_turn, &number), 0);
 	(void)usleep(50000); /* the thread waits */
-	CHECK_EQ(sfr_log_work_new("/alone", SFR_WORK_SAVE, &work), 0);
-	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(sfr_external_work_new("/alone", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_external_work_append(work), 0);
 	CHECK_EQ(pthread_join(taker, NULL), 0);
 	CHECK(number != 0);
-	sfr_log_work_end(work, 1);
-	sfr_log_work_put(work);
+	sfr_external_work_mark_ended(work, 1);
+	sfr_external_work_put(work);
 	drain();
 }
 

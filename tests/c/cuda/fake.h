@@ -88,19 +88,19 @@ static inline void fake_put_on_device(struct saving_state *s, unsigned from, uns
 /* Submits a new save up to its launch, with each device's current stream. */
 static inline int fake_submit(struct sfr_ticket *t, void *stream)
 {
-	const struct sfr_stream streams[] = {
+	const struct sfr_device_stream streams[] = {
 		{ .handle = (uint64_t)(uintptr_t)stream, .device = 0 },
 		{ .handle = 0, .device = 1 },
 		{ .handle = 0, .device = 2 },
 	};
-	int rc = sfr_save_begin(t, streams, 3);
+	int rc = sfr_save_begin_transfers(t, streams, 3);
 
 	return rc < 0 ? rc : saving_submit(t);
 }
 
 static inline int fake__gate(struct sfr_ticket *t, void *stream, uint64_t slice_ns)
 {
-	const struct sfr_stream streams[] = {
+	const struct sfr_device_stream streams[] = {
 		{ .handle = (uint64_t)(uintptr_t)stream, .device = 0 },
 		{ .handle = 0, .device = 1 },
 		{ .handle = 0, .device = 2 },

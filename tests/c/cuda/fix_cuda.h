@@ -13,7 +13,7 @@ static inline void begin(void)
 	fake.fake_cuda_forget(); /* left by a device that died */
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
-	sfr__cuda_tune(4 << 20, 4);
+	sfr__cuda_set_portion_limits(4 << 20, 4);
 }
 
 /* Does the same and makes an engine; the first state is completely on device 0. */

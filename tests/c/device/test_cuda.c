@@ -30,7 +30,7 @@ TEST(few_portions_are_in_flight_until_the_gate)
 	void *stream;
 	struct sfr_engine *engine = begin_on_device(16, 2);
 
-	sfr__cuda_tune(SAVING_BLOCK, 2);
+	sfr__cuda_set_portion_limits(SAVING_BLOCK, 2);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -94,7 +94,7 @@ TEST(blocks_of_a_dead_device_are_retired_and_other_devices_go_on)
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	CHECK_EQ(fake_save(engine, dir, "b", &two, 0), 0);
 	CHECK_EQ(saving_content_as(dir, "b", &two), 2);
-	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), 0);
+	CHECK_EQ(sfr_engine_describe_driver(engine, text, sizeof(text)), 0);
 	CHECK(strstr(text, "Device 1 is dead") != NULL);
 	saving_end(engine);
 	fake_check();
@@ -113,7 +113,7 @@ TEST(block_is_retired_when_the_device_dies_after_its_first_copies)
 
 	engine = begin_on_device(32, 2);
 	/* the captured blocks and the samples are one portion */
-	sfr__cuda_tune(SAVING_BLOCK / 4, NR_IN_FLIGHT);
+	sfr__cuda_set_portion_limits(SAVING_BLOCK / 4, NR_IN_FLIGHT);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -261,7 +261,7 @@ TEST(device_without_an_active_context_is_refused)
 	fake_put_on_device(&one, 0, SAVING_NR, 99); /* a device that does not exist */
 	struct sfr_ticket *t;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-	CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .device = 99 }, 1), 0);
+	CHECK_EQ(sfr_save_begin_transfers(t, &(struct sfr_device_stream){ .device = 99 }, 1), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_done(t);
 	fake_end(engine);

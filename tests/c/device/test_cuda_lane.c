@@ -79,7 +79,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 					    .skeleton_len = sizeof(saving_skeleton),
 					    .sources = small_sources,
 					    .nr_sources = NR_SMALL };
-	const struct sfr_stream stream = { 0 };
+	const struct sfr_device_stream stream = { 0 };
 	struct sfr_engine *engine;
 	struct sfr_snapshot *snapshot;
 	struct sfr_report report;
@@ -93,7 +93,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 	fill_small();
 	engine = saving_engine_of(1u << 17, 16, 2, 2);
 	for (int i = 0; i < 2; i++) { /* first with a lane that hurries, then without */
-		sfr__cuda_tune(i ? 4 << 20 : 4096, 4);
+		sfr__cuda_set_portion_limits(i ? 4 << 20 : 4096, 4);
 		CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
 		CHECK_EQ(fake_submit(t, NULL), 0);
 		CHECK_EQ(fake_gate(t, NULL), 0);
@@ -105,7 +105,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 	}
 	CHECK_EQ(sfr_snapshot_new(engine, small_sources, NR_SMALL, 0, &snapshot), 0);
 	CHECK_EQ(sfr_snapshot_lease(snapshot, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_snapshot_streams(snapshot, &stream, 1), 0);
+	CHECK_EQ(sfr_snapshot_set_streams(snapshot, &stream, 1), 0);
 	CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, -1);
@@ -115,7 +115,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 		nr += memcmp(base + sfr_snapshot_offset(snapshot, i), small[i],
 			     small_sources[i].nbytes) != 0;
 	CHECK_EQ(nr, 0);
-	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_remove_view(snapshot);
 	sfr_snapshot_put(snapshot);
 	CHECK_EQ(fake.fake_cuda_calls("cuMemcpy2DAsync_v2"), 0);
 	CHECK(fake.fake_cuda_calls("cuMemcpyDtoHAsync_v2") <= 8); /* the last ones of each kind */
@@ -134,7 +134,8 @@ TEST(portions_in_flight_are_bounded_until_a_gate_waits)
 		void *stream;
 
 		begin();
-		sfr__cuda_tune(SAVING_BLOCK / 4, most[i]); /* a block is several portions */
+		sfr__cuda_set_portion_limits(SAVING_BLOCK / 4,
+					     most[i]); /* a block is several portions */
 		engine = fake_engine(32, 2);
 		stream = fake.fake_cuda_stream(0);
 		fake_put_on_device(&one, 0, SAVING_NR, 0);
@@ -182,7 +183,7 @@ TEST(lane_sleeps_between_queries)
 	void *stream;
 	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	sfr__cuda_tune(SAVING_BLOCK, 3);
+	sfr__cuda_set_portion_limits(SAVING_BLOCK, 3);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
 	atomic_store(&sleeper, lane_of(engine)->thread);
@@ -268,13 +269,13 @@ TEST(portions_and_events_are_reused)
 static int start_snapshot(struct sfr_engine *engine, const struct sfr_source *sources,
 			  unsigned nr_sources, struct sfr_snapshot **out)
 {
-	const struct sfr_stream stream = { .handle = (uintptr_t)fake.fake_cuda_stream(0) };
+	const struct sfr_device_stream stream = { .handle = (uintptr_t)fake.fake_cuda_stream(0) };
 	int rc = sfr_snapshot_new(engine, sources, nr_sources, 0, out);
 
 	if (rc == 0)
 		rc = sfr_snapshot_lease(*out, SFR_FOREVER);
 	if (rc == 0)
-		rc = sfr_snapshot_streams(*out, &stream, 1);
+		rc = sfr_snapshot_set_streams(*out, &stream, 1);
 	return rc == 0 ? sfr_snapshot_start(*out) : rc;
 }
 
@@ -285,7 +286,7 @@ static void finish(struct sfr_snapshot *s)
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, -1);
 	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-	sfr_snapshot_unview(s);
+	sfr_snapshot_remove_view(s);
 	sfr_snapshot_put(s);
 }
 

@@ -16,10 +16,10 @@ TEST(save_begins_with_an_event_that_its_stream_waits_for)
 	for (int i = 0; i < 2; i++) { /* only the first time is the lane's stream new */
 		uint64_t records = fake.fake_cuda_calls("cuEventRecord");
 		uint64_t waits = fake.fake_cuda_calls("cuStreamWaitEvent");
-		const struct sfr_stream on = { .handle = (uintptr_t)stream };
+		const struct sfr_device_stream on = { .handle = (uintptr_t)stream };
 
 		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-		CHECK_EQ(sfr_save_begin(t, &on, 1), 0);
+		CHECK_EQ(sfr_save_begin_transfers(t, &on, 1), 0);
 		CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), records + 1);
 		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + 1);
 		CHECK_EQ(saving_submit(t), 0);
@@ -111,7 +111,7 @@ TEST(gate_inserts_a_wait_without_blocking_the_host)
 		CHECK_EQ(fake_gate_held(t, stream), 0);
 		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + i);
 	}
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	/* The device may read the sources for as long as its copies run. */
 	fake.fake_cuda_settle();
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
@@ -135,7 +135,10 @@ TEST(save_refuses_a_capturing_stream_and_the_gate_adds_nothing_to_it)
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
 	fake.fake_cuda_capture(stream, 1);
-	CHECK_EQ(sfr_save_begin(refused, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+	CHECK_EQ(sfr_save_begin_transfers(refused,
+					  &(struct sfr_device_stream){ .handle =
+									       (uintptr_t)stream },
+					  1),
 		 SFR_ECAPTURING);
 	CHECK_EQ(fake_gate_held(t, stream), SFR_EAGAIN); /* it waits on the host */
 	fake.fake_cuda_hold(0);
@@ -183,7 +186,10 @@ TEST(bytes_changed_before_their_copy_are_detected)
 		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
-		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+		CHECK_EQ(sfr_save_begin_transfers(t,
+						  &(struct sfr_device_stream){
+							  .handle = (uintptr_t)stream },
+						  1),
 			 0);
 		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
@@ -224,7 +230,10 @@ TEST(check_mutation_finds_a_changed_byte_between_samples)
 		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
-		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+		CHECK_EQ(sfr_save_begin_transfers(t,
+						  &(struct sfr_device_stream){
+							  .handle = (uintptr_t)stream },
+						  1),
 			 0);
 		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
@@ -243,12 +252,12 @@ TEST(check_mutation_finds_a_changed_byte_between_samples)
 static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct saving_state *s,
 					 void *stream)
 {
-	const struct sfr_stream streams[] = { { .handle = (uintptr_t)stream } };
+	const struct sfr_device_stream streams[] = { { .handle = (uintptr_t)stream } };
 	struct sfr_snapshot *snapshot;
 
 	CHECK_EQ(sfr_snapshot_new(engine, s->sources, SAVING_NR, 0, &snapshot), 0);
 	CHECK_EQ(sfr_snapshot_lease(snapshot, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_snapshot_streams(snapshot, streams, 1), 0);
+	CHECK_EQ(sfr_snapshot_set_streams(snapshot, streams, 1), 0);
 	return snapshot;
 }
 
@@ -276,7 +285,7 @@ TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 				 after = { &one, 0, SAVING_NR, 6 };
 		struct sfr_snapshot *snapshot;
 		struct sfr_engine *engine;
-		const struct sfr_stream step = { 0 };
+		const struct sfr_device_stream step = { 0 };
 		void *stream;
 		int64_t torn;
 
@@ -290,16 +299,17 @@ TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 		/* The step's stream waits also for what is copied after the call. */
 		CHECK_EQ(sfr_snapshot_gate(snapshot,
-					   &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1,
-					   0),
+					   &(struct sfr_device_stream){ .handle =
+										(uintptr_t)stream },
+					   1, 0),
 			 0);
 		fake.fake_cuda_launch(stream, fake_fill, &after);
 		if (held) {
 			CHECK_EQ(sfr_snapshot_wait(snapshot, 0, &torn), SFR_EAGAIN);
-			sfr_snapshot_unview(
+			sfr_snapshot_remove_view(
 				/* nothing can read the copy, but the device writes to it */
 				snapshot);
-			CHECK_EQ(sfr_snapshot_leased(snapshot), 1);
+			CHECK_EQ(sfr_snapshot_is_leased(snapshot), 1);
 			fake.fake_cuda_hold(0);
 		}
 		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
@@ -308,7 +318,7 @@ TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 		if (!held) {
 			CHECK(snapshot_is(snapshot, 0, 5));
-			sfr_snapshot_unview(snapshot);
+			sfr_snapshot_remove_view(snapshot);
 		}
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 2);
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpy3DBatchAsync_v2"), 1); /* the samples */
@@ -331,7 +341,7 @@ TEST(a_snapshot_on_a_capturing_stream_is_refused)
 	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
 	fake.fake_cuda_capture(stream, 0);
-	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_remove_view(snapshot);
 	sfr_snapshot_put(snapshot);
 	fake_end(engine);
 }
@@ -357,7 +367,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 	for (int i = 0; i < 4; i++) {
 		struct sfr_engine *engine = fake_engine(16, 1);
 		void *stream = fake.fake_cuda_stream(0);
-		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		const struct sfr_device_stream step = { .handle = (uintptr_t)stream };
 		int64_t torn;
 
 		fake_put_on_device(&one, 0, SAVING_NR, 0);
@@ -370,7 +380,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 			/* the last copying thread has found no torn source */
-			sfr__snapshot_copy_begins(snapshot);
+			sfr__snapshot_note_copy_begin(snapshot);
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
 			if (i & 2) /* a write without a gate */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
@@ -380,7 +390,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			fake.fake_cuda_hold(0);
 			while (nr_copying(snapshot) > 1)
 				(void)sched_yield();
-			sfr__snapshot_end_copy(snapshot, -1, NULL);
+			sfr__snapshot_note_copy_end(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))
@@ -390,7 +400,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			if (torn < 0)
 				CHECK(snapshot_is(snapshot, 0, before.value));
 			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-			sfr_snapshot_unview(snapshot);
+			sfr_snapshot_remove_view(snapshot);
 			sfr_snapshot_put(snapshot);
 			fake.fake_cuda_drain(stream);
 		}
@@ -435,7 +445,7 @@ TEST(a_write_between_samples_and_copy_tears_the_snapshot)
 			nr_torn++;
 		fake.fake_cuda_drain(other);
 		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-		sfr_snapshot_unview(snapshot);
+		sfr_snapshot_remove_view(snapshot);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);
 		saving_end(engine);

@@ -254,7 +254,7 @@ static void *realloc_or_die(void *mem, size_t len)
 TEST(snapshot_fails_if_the_device_dies_in_the_call)
 {
 	for (unsigned captured = 0; captured < 2; captured++) {
-		const struct sfr_stream stream = { 0 };
+		const struct sfr_device_stream stream = { 0 };
 		struct sfr_snapshot *s;
 		struct sfr_engine *engine;
 		struct sfr_err err;
@@ -268,7 +268,7 @@ TEST(snapshot_fails_if_the_device_dies_in_the_call)
 			one.sources[i].lane = captured ? SFR_CAPTURED : SFR_LANE_HOST;
 		CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), 0);
 		CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
-		CHECK_EQ(sfr_snapshot_streams(s, &stream, 1), 0);
+		CHECK_EQ(sfr_snapshot_set_streams(s, &stream, 1), 0);
 		atomic_store(&dying, engine->cuda_lanes.head);
 		CHECK_EQ(sfr_snapshot_start(s), -EIO);
 		CHECK(atomic_load(&dying) == NULL);
@@ -276,7 +276,7 @@ TEST(snapshot_fails_if_the_device_dies_in_the_call)
 		sfr_snapshot_error(s, &err);
 		CHECK_EQ(err.code, -EIO);
 		CHECK(strstr(err.note, "cuTest") != NULL);
-		sfr_snapshot_unview(s);
+		sfr_snapshot_remove_view(s);
 		sfr_snapshot_put(s);
 		take_texts("");
 		saving_end(engine);
@@ -290,7 +290,7 @@ TEST(snapshot_fails_if_the_device_dies_in_the_call)
 TEST(memory_of_a_dead_device_is_never_leased_again)
 {
 	for (int snapshots = 0; snapshots < 2; snapshots++) {
-		const struct sfr_stream streams[] = { { .device = 1 } };
+		const struct sfr_device_stream streams[] = { { .device = 1 } };
 		struct sfr_snapshot *s;
 		struct sfr_engine *engine;
 		struct sfr_stats stats;
@@ -307,20 +307,20 @@ TEST(memory_of_a_dead_device_is_never_leased_again)
 		} else {
 			CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), 0);
 			CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
-			CHECK_EQ(sfr_snapshot_streams(s, streams, 1), 0);
+			CHECK_EQ(sfr_snapshot_set_streams(s, streams, 1), 0);
 			(void)sfr_snapshot_start(s);
 			CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
-			sfr_snapshot_unview(s);
+			sfr_snapshot_remove_view(s);
 			sfr_snapshot_put(s);
 			take_texts("");
 			/* This one finds the device dead, and nothing of it is queued. */
 			CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), 0);
 			CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
-			CHECK_EQ(sfr_snapshot_streams(s, streams, 1), 0);
+			CHECK_EQ(sfr_snapshot_set_streams(s, streams, 1), 0);
 			CHECK_EQ(sfr_snapshot_start(s), -EIO);
 			CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
-			sfr_snapshot_unview(s);
-			CHECK_EQ(sfr_snapshot_leased(s), 0);
+			sfr_snapshot_remove_view(s);
+			CHECK_EQ(sfr_snapshot_is_leased(s), 0);
 			sfr_snapshot_put(s);
 			take_texts("");
 		}
@@ -399,7 +399,7 @@ TEST(any_failing_system_call_leaves_old_or_new_file_of_a_device)
 						      .block_bytes = SAVING_BLOCK,
 						      .nr_writers = 1,
 						      .max_in_flight = 2 };
-		const struct sfr_stream stream = { 0 };
+		const struct sfr_device_stream stream = { 0 };
 		struct sfr_engine *engine = NULL;
 		struct sfr_snapshot *s = NULL;
 		struct sfr_ticket *t = NULL;
@@ -424,11 +424,11 @@ TEST(any_failing_system_call_leaves_old_or_new_file_of_a_device)
 		sfr_ticket_put(t);
 		if (engine && sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s) == 0 &&
 		    sfr_snapshot_lease(s, SFR_FOREVER) == 0) {
-			CHECK_EQ(sfr_snapshot_streams(s, &stream, 1), 0);
+			CHECK_EQ(sfr_snapshot_set_streams(s, &stream, 1), 0);
 			rc = sfr_snapshot_start(s);
 			CHECK(rc == 0 || check_acted(&run));
 			CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
-			sfr_snapshot_unview(s);
+			sfr_snapshot_remove_view(s);
 		}
 		sfr_snapshot_put(s);
 		check_end_fault(&run);

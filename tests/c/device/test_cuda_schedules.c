@@ -45,7 +45,7 @@ static uint64_t nr_steps[NR_STEPS], nr_snapshots;
 /* A training's storages, and the stream for work on them on each device. */
 static struct training {
 	struct saving_state state;
-	struct sfr_stream main[2], side[2];
+	struct sfr_device_stream main[2], side[2];
 	struct fake_fill work[64];
 	unsigned nr_work;
 	unsigned first; /* storages below it are in host memory */
@@ -54,13 +54,13 @@ static struct training {
 
 /* ---- queueing work -------------------------------------------------------------- */
 
-static void *handle(const struct sfr_stream *stream)
+static void *handle(const struct sfr_device_stream *stream)
 {
 	return (void *)(uintptr_t)stream->handle;
 }
 
 /* Queues work that fills storages [from, to), each on its device's stream. */
-static void launch(const struct sfr_stream *streams, unsigned from, unsigned to,
+static void launch(const struct sfr_device_stream *streams, unsigned from, unsigned to,
 		   unsigned char value)
 {
 	struct training *tr = &training;
@@ -82,19 +82,19 @@ static void launch(const struct sfr_stream *streams, unsigned from, unsigned to,
 	}
 }
 
-static void follow(const struct sfr_stream *streams, const struct sfr_stream *others)
+static void follow(const struct sfr_device_stream *streams, const struct sfr_device_stream *others)
 {
 	for (unsigned device = 0; device < 2; device++)
 		fake.fake_cuda_follow(handle(&streams[device]), handle(&others[device]));
 }
 
-static void capture(const struct sfr_stream *streams, int yes)
+static void capture(const struct sfr_device_stream *streams, int yes)
 {
 	for (unsigned device = 0; device < 2; device++)
 		fake.fake_cuda_capture(handle(&streams[device]), yes);
 }
 
-static void drain(const struct sfr_stream *streams)
+static void drain(const struct sfr_device_stream *streams)
 {
 	for (unsigned device = 0; device < 2; device++)
 		fake.fake_cuda_drain(handle(&streams[device]));
@@ -112,7 +112,7 @@ static struct taken {
 	bool wanted; /* not given up */
 } taken[NR_SAVES];
 
-static int gate_once(const struct taken *t, const struct sfr_stream *streams, uint32_t nr)
+static int gate_once(const struct taken *t, const struct sfr_device_stream *streams, uint32_t nr)
 {
 	uint64_t slice_ns = held ? 0 : SFR_FOREVER;
 
@@ -120,7 +120,7 @@ static int gate_once(const struct taken *t, const struct sfr_stream *streams, ui
 			 sfr_snapshot_gate(t->snapshot, streams, nr, slice_ns);
 }
 
-static int gate(const struct taken *t, const struct sfr_stream *streams, uint32_t nr)
+static int gate(const struct taken *t, const struct sfr_device_stream *streams, uint32_t nr)
 {
 	int rc = gate_once(t, streams, nr);
 
@@ -156,7 +156,7 @@ static bool give_up(const struct taken *t)
 {
 	if (t->save)
 		return sfr_save_cancel(t->save) == 1;
-	sfr_snapshot_unview(t->snapshot);
+	sfr_snapshot_remove_view(t->snapshot);
 	return true;
 }
 
@@ -171,7 +171,7 @@ static void *gate_and_step(void *arg)
  * given up. */
 static bool step(struct taken *t, enum step kind)
 {
-	const struct sfr_stream *on = training.main, *side = training.side;
+	const struct sfr_device_stream *on = training.main, *side = training.side;
 	unsigned from = FAKE_FIRST_DEFERRED;
 	bool given_up = false;
 	pthread_t thread;
@@ -266,7 +266,7 @@ static void take_save(struct sfr_engine *engine, unsigned number, bool hold, str
 
 	(void)snprintf(name, sizeof(name), "s%u", number);
 	CHECK_EQ(saving_new(engine, dir, name, &training.state, 0, &t->save), 0);
-	CHECK_EQ(sfr_save_begin(t->save, training.main, 2), 0);
+	CHECK_EQ(sfr_save_begin_transfers(t->save, training.main, 2), 0);
 	CHECK_EQ(sfr_save_admit(t->save, SFR_FOREVER), 0); /* waits for others to end */
 	held = hold;
 	fake.fake_cuda_hold(held);
@@ -280,7 +280,7 @@ static void take_snapshot(struct sfr_engine *engine, bool hold, struct taken *t)
 
 	CHECK_EQ(sfr_snapshot_new(engine, state->sources, SAVING_NR, 0, &t->snapshot), 0);
 	CHECK_EQ(sfr_snapshot_lease(t->snapshot, SFR_FOREVER), 0); /* as above */
-	CHECK_EQ(sfr_snapshot_streams(t->snapshot, training.main, 2), 0);
+	CHECK_EQ(sfr_snapshot_set_streams(t->snapshot, training.main, 2), 0);
 	held = hold;
 	fake.fake_cuda_hold(held);
 	CHECK_EQ(sfr_snapshot_start(t->snapshot), 0);
@@ -292,7 +292,7 @@ static void end(struct taken *t)
 	wait_copied(t);
 	if (t->snapshot && t->wanted) {
 		CHECK(is_full_of(t->snapshot, t->value));
-		sfr_snapshot_unview(t->snapshot);
+		sfr_snapshot_remove_view(t->snapshot);
 	}
 	if (t->save)
 		CHECK_EQ(sfr_save_wait(t->save, SFR_WAIT_ENDED, SFR_FOREVER), 0);
@@ -320,7 +320,7 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	/* The thread that stops the devices must not wait for room on a stream. */
 	fake.fake_cuda_depth(roomy || fake_rng(2) ? 0 : 3 + fake_rng(30));
 	fake.fake_cuda_segments(fake_rng(3) ? 0 : 512u << fake_rng(6));
-	sfr__cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));
+	sfr__cuda_set_portion_limits(256u << fake_rng(7), 1 + fake_rng(4));
 	saving_fill(&tr->state, 0);
 	tr->nr_work = 0;
 	tr->first = fake_rng(2);
@@ -365,7 +365,7 @@ static void one_schedule(uint64_t seed)
 		launch(tr->main, tr->first, FAKE_FIRST_DEFERRED, FAKE_GARBAGE);
 		t->wanted = step(t, kind);
 		if (t->save)
-			(void)sfr_save_confirm(t->save, -1);
+			(void)sfr_save_give_verdict(t->save, -1);
 		held = false;
 		fake.fake_cuda_hold(0);
 		if (t->snapshot) /* later ones need its memory */
@@ -376,7 +376,7 @@ static void one_schedule(uint64_t seed)
 	fake_freed(&training.state, 0);
 	for (unsigned i = 0; i < NR_SAVES; i++) {
 		if (taken[i].save) {
-			(void)sfr_save_confirm(taken[i].save, -1);
+			(void)sfr_save_give_verdict(taken[i].save, -1);
 			end(&taken[i]);
 			check_file(i, &taken[i]);
 		}
@@ -413,10 +413,10 @@ TEST(random_schedules_give_consistent_copies)
 	uint64_t seed;
 
 	for (unsigned device = 0; device < 2; device++) {
-		training.main[device] = (struct sfr_stream){
+		training.main[device] = (struct sfr_device_stream){
 			.handle = (uintptr_t)fake.fake_cuda_stream((int)device), .device = device
 		};
-		training.side[device] = (struct sfr_stream){
+		training.side[device] = (struct sfr_device_stream){
 			.handle = (uintptr_t)fake.fake_cuda_stream((int)device), .device = device
 		};
 	}

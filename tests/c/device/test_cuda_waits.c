@@ -154,7 +154,8 @@ static void starve(struct starved *s)
 	s->stream = fake.fake_cuda_stream(0);
 	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(s->engine, dir, "a", &one, 0, &s->t), 0);
-	sfr__cuda_tune(SAVING_BLOCK, 1); /* nothing deferred is queued before the gate */
+	sfr__cuda_set_portion_limits(SAVING_BLOCK,
+				     1); /* nothing deferred is queued before the gate */
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(s->t, s->stream), 0);
 	while (s->nr_blocks < NR_BLOCKS &&
@@ -236,7 +237,7 @@ static void *await(void *arg)
 
 TEST(every_waiter_for_the_copies_is_woken)
 {
-	struct sfr_stream step = { .device = 0 };
+	struct sfr_device_stream step = { .device = 0 };
 	struct sfr_engine *engine;
 	struct waiters w = { 0 };
 	pthread_t threads[NR_GATES];
@@ -253,7 +254,7 @@ TEST(every_waiter_for_the_copies_is_woken)
 		} else {
 			CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &w.s), 0);
 			CHECK_EQ(sfr_snapshot_lease(w.s, SFR_FOREVER), 0);
-			CHECK_EQ(sfr_snapshot_streams(w.s, &step, 1), 0);
+			CHECK_EQ(sfr_snapshot_set_streams(w.s, &step, 1), 0);
 			CHECK_EQ(sfr_snapshot_start(w.s), 0);
 		}
 		for (int i = 0; i < NR_GATES; i++)
@@ -268,7 +269,7 @@ TEST(every_waiter_for_the_copies_is_woken)
 			w.t = NULL;
 		} else {
 			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-			sfr_snapshot_unview(w.s);
+			sfr_snapshot_remove_view(w.s);
 			sfr_snapshot_put(w.s);
 		}
 	}
@@ -336,8 +337,8 @@ TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		lane = engine->cuda_lanes.head;
 		while (nr++ < 2 * SFR__CUDA_FAILED_QUERIES &&
-		       !sfr__cuda_check_query(lane, "cuStreamQuery", (CUresult)all[i].code,
-					      &failed))
+		       !sfr__cuda_handle_query_result(lane, "cuStreamQuery", (CUresult)all[i].code,
+						      &failed))
 			CHECK(!sfr__cuda_is_dead(lane));
 		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_FAILED_QUERIES + 1);
 		CHECK_EQ(sfr__cuda_is_dead(lane), all[i].answers > 0);

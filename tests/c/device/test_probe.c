@@ -28,7 +28,7 @@ static void wait_for(struct sfr_probe *probe)
 {
 	int rc;
 
-	while ((rc = sfr_probe_done(probe)) == 0)
+	while ((rc = sfr_probe_is_done(probe)) == 0)
 		(void)usleep(1000);
 	CHECK_EQ(rc, 1);
 }
@@ -37,14 +37,14 @@ TEST(change_between_two_probes_is_detected)
 {
 	struct sfr_probe *probe = begin_probe();
 
-	CHECK_EQ(sfr_probe_copy(probe, stream, at, 3, 0), 0);
+	CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, 3, 0), 0);
 	wait_for(probe);
 	memory[NBYTES + NBYTES - 1] ^= 1;
-	CHECK_EQ(sfr_probe_copy(probe, stream, at, 3, 1), 0);
+	CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, 3, 1), 0);
 	wait_for(probe);
-	CHECK_EQ(sfr_probe_same(probe, 0), 1);
-	CHECK_EQ(sfr_probe_same(probe, 1), 0);
-	CHECK_EQ(sfr_probe_same(probe, 2), 1);
+	CHECK_EQ(sfr_probe_is_unchanged(probe, 0), 1);
+	CHECK_EQ(sfr_probe_is_unchanged(probe, 1), 0);
+	CHECK_EQ(sfr_probe_is_unchanged(probe, 2), 1);
 	sfr_probe_free(probe);
 	fake_check();
 }
@@ -62,13 +62,14 @@ TEST(work_queued_after_a_probe_waits_for_it)
 
 	fake.fake_cuda_first(1); /* the caller's stream runs first where both may */
 	for (int again = 0; again < 2; again++) {
-		CHECK_EQ(sfr_probe_copy(probe, stream, at, 2, again), 0);
+		CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, 2, again), 0);
 		fake.fake_cuda_launch((void *)(uintptr_t)stream, write_byte, memory);
 	}
 	fake.fake_cuda_drain((void *)(uintptr_t)stream);
 	wait_for(probe);
-	CHECK_EQ(sfr_probe_same(probe, 0), 0); /* only the second probe has the first write */
-	CHECK_EQ(sfr_probe_same(probe, 1), 1);
+	CHECK_EQ(sfr_probe_is_unchanged(probe, 0),
+		 0); /* only the second probe has the first write */
+	CHECK_EQ(sfr_probe_is_unchanged(probe, 1), 1);
 	sfr_probe_free(probe);
 	fake_check();
 }
@@ -77,9 +78,9 @@ static void *probe_twice(void *arg)
 {
 	struct sfr_probe *probe = arg;
 
-	CHECK_EQ(sfr_probe_copy(probe, stream, at, 1, 0), 0);
-	CHECK_EQ(sfr_probe_copy(probe, stream, at, NR, 0), SFR_EBUSY);
-	CHECK_EQ(sfr_probe_done(probe), 0);
+	CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, 1, 0), 0);
+	CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, NR, 0), SFR_EBUSY);
+	CHECK_EQ(sfr_probe_is_done(probe), 0);
 	return NULL;
 }
 
@@ -95,7 +96,7 @@ TEST(probe_in_flight_is_not_started_again)
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	fake.fake_cuda_hold(0);
 	wait_for(probe);
-	CHECK_EQ(sfr_probe_copy(probe, stream, at, NR, 0), 0);
+	CHECK_EQ(sfr_probe_queue_copies(probe, stream, at, NR, 0), 0);
 	wait_for(probe);
 	sfr_probe_free(probe);
 	fake_check();

@@ -251,9 +251,9 @@ static void takes_several_writers(const char *dir)
 	CHECK_EQ(sfr__file_init(&f, dir, "big", BIG_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&half), 0);
-	CHECK_EQ(sfr_inject_set(&odd), 0);
-	CHECK_EQ(sfr_inject_set(&interrupted), 0);
+	CHECK_EQ(sfr_inject_add_fault(&half), 0);
+	CHECK_EQ(sfr_inject_add_fault(&odd), 0);
+	CHECK_EQ(sfr_inject_add_fault(&interrupted), 0);
 	for (unsigned i = 0; i < NR_WRITERS; i++) {
 		writers[i] = (struct writer){ &f, bytes, (uint64_t)i * (BIG_LEN / NR_WRITERS), -1 };
 		CHECK_EQ(pthread_create(&threads[i], NULL, write_part, &writers[i]), 0);
@@ -402,7 +402,7 @@ static void saves_on_small_disks(const char *dir)
 				_exit(CHILD_SKIPS);
 			sfr_inject_clear();
 			if (!reserves)
-				CHECK_EQ(sfr_inject_set(&no_room), 0);
+				CHECK_EQ(sfr_inject_add_fault(&no_room), 0);
 			save_put_old(dir); /* takes one page */
 			rc = save_begin(&f, dir, true, &err);
 			save_end(&f);
@@ -456,7 +456,7 @@ static void saves_under_a_limit(const char *dir)
 	CHECK_EQ(err.phase, SFR_PHASE_ALLOCATE);
 	save_end(&f);
 	CHECK(save_is_old(dir));
-	CHECK_EQ(sfr_inject_set(&no_room), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_room), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EFBIG);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	save_end(&f);

@@ -121,7 +121,7 @@ static void check_failures(const char *dir)
 
 		save_put_old(dir);
 		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		CHECK_EQ(save_begin(&f, dir, c->durable, &err), c->rc);
 		CHECK_EQ(err.code, c->rc);
 		CHECK_EQ(err.phase, c->phase);
@@ -240,8 +240,8 @@ TEST(open_fails_if_direct_mode_fails_and_cannot_be_reset)
 
 	save_put_old(dir);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&refused), 0);
-	CHECK_EQ(sfr_inject_set(&stuck), 0);
+	CHECK_EQ(sfr_inject_add_fault(&refused), 0);
+	CHECK_EQ(sfr_inject_add_fault(&stuck), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EIO);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	save_end(&f);
@@ -315,9 +315,9 @@ static void continues_after_short_writes(const char *dir)
 
 			save_put_old(dir);
 			sfr_inject_clear();
-			CHECK_EQ(sfr_inject_set(&shorter), 0);
-			CHECK_EQ(sfr_inject_set(&again), 0);
-			CHECK_EQ(sfr_inject_set(&interrupted), 0);
+			CHECK_EQ(sfr_inject_add_fault(&shorter), 0);
+			CHECK_EQ(sfr_inject_add_fault(&again), 0);
+			CHECK_EQ(sfr_inject_add_fault(&interrupted), 0);
 			CHECK_EQ(save_begin(&f, dir, true, &err), 0);
 			save_end(&f);
 			CHECK(save_is_new(dir));
@@ -342,14 +342,14 @@ static void ends_without_progress(const char *dir)
 
 	save_put_old(dir);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&nothing), 0);
+	CHECK_EQ(sfr_inject_add_fault(&nothing), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EIO);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	save_end(&f);
 	CHECK(save_is_old(dir));
 	sfr_inject_clear();
 
-	CHECK_EQ(sfr_inject_set(&interrupted), 0);
+	CHECK_EQ(sfr_inject_add_fault(&interrupted), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EINTR);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	save_end(&f);
@@ -357,7 +357,7 @@ static void ends_without_progress(const char *dir)
 	sfr_inject_clear();
 
 	/* One byte at a time is slow but progress. With O_DIRECT it never completes a page. */
-	CHECK_EQ(sfr_inject_set(&crumbs), 0);
+	CHECK_EQ(sfr_inject_add_fault(&crumbs), 0);
 	rc = save_begin(&f, dir, true, &err);
 	CHECK_EQ(rc, f.io_mode == SFR_IO_DIRECT ? -EIO : 0);
 	save_end(&f);
@@ -377,8 +377,8 @@ TEST(a_write_without_progress_ends_with_an_error)
 
 	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/dev/shm"));
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&no_direct), 0);
-	CHECK_EQ(sfr_inject_set(&crumbs), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_direct), 0);
+	CHECK_EQ(sfr_inject_add_fault(&crumbs), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
 	CHECK_EQ(sfr_inject_count_calls("pwrite"), SAVE_LEN);
 	save_end(&f);

@@ -57,16 +57,16 @@ static int save(const char *dir, const char *text)
 
 	if (!f)
 		return -ENOMEM;
-	rc = sfr_folder_open(f, &err);
+	rc = sfr_folder_make_temporary(f, &err);
 	if (rc == 0)
-		fill(sfr_folder_path(f), text);
+		fill(sfr_folder_temporary_path(f), text);
 	if (rc == 0)
 		rc = sfr_folder_sync(f, &nbytes, &err);
 	if (rc == 0)
 		CHECK_EQ(nbytes, 2 * strlen(text));
 	if (rc == 0)
 		rc = sfr_folder_commit(f, &err);
-	(void)sfr_folder_clear(f, &ignored);
+	(void)sfr_folder_clean_up(f, &ignored);
 	sfr_folder_free(f);
 	return rc;
 }
@@ -92,15 +92,15 @@ static void steps_have_an_order(const char *dir)
 
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), SFR_ESTATE);
 	CHECK_EQ(sfr_folder_commit(f, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_folder_open(f, &err), 0);
-	CHECK_EQ(sfr_folder_open(f, &err), SFR_ESTATE);
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), 0);
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), SFR_ESTATE);
 	CHECK_EQ(sfr_folder_commit(f, &err), SFR_ESTATE);
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), 0);
 	CHECK_EQ(nbytes, 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_folder_clear(f, &err), 0);
-	CHECK_EQ(sfr_folder_clear(f, &err), 0);
+	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
+	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
 	sfr_folder_free(f);
 	sfr_folder_free(NULL);
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
@@ -116,8 +116,8 @@ static void one_that_is_given_up(const char *dir)
 	struct sfr_folder *f = folder_in(dir);
 
 	put_old(dir);
-	CHECK_EQ(sfr_folder_open(f, &err), 0);
-	fill(sfr_folder_path(f), "new");
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), 0);
+	fill(sfr_folder_temporary_path(f), "new");
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2); /* the lock, and the directory */
 	sfr_folder_free(f);
 	CHECK(holds(dir_path(dir, "c"), "old"));
@@ -153,7 +153,7 @@ static void set_aside_mode(bool aside)
 
 	sfr_inject_clear();
 	if (aside)
-		CHECK_EQ(sfr_inject_set(&no_exchange), 0);
+		CHECK_EQ(sfr_inject_add_fault(&no_exchange), 0);
 }
 
 /* Makes each call fail in turn. `aside`: nothing can be exchanged. */
@@ -172,7 +172,7 @@ static void every_call_fails(const char *dir, bool aside)
 		int rc;
 
 		set_aside_mode(aside);
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		rc = save(dir, next);
 		sfr_inject_clear();
 		if (rc < 0)
@@ -219,7 +219,7 @@ static void not_moved_back(const char *dir)
 
 	put_old(dir);
 	set_aside_mode(true);
-	CHECK_EQ(sfr_inject_set(&no_rename), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_rename), 0);
 	CHECK_EQ(save(dir, "new"), -EIO);
 	CHECK(strstr(err.note, "a hidden name until the next save") != NULL);
 	sfr_inject_clear();
@@ -243,10 +243,10 @@ static void unsynced_parent(const char *dir)
 	uint64_t nbytes;
 
 	put_old(dir);
-	CHECK_EQ(sfr_folder_open(f, &err), 0);
-	fill(sfr_folder_path(f), "new");
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), 0);
+	fill(sfr_folder_temporary_path(f), "new");
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), -EIO);
 	CHECK_EQ(err.phase, SFR_PHASE_SYNC_DIR);
 	sfr_folder_free(f);
@@ -254,7 +254,7 @@ static void unsynced_parent(const char *dir)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1); /* the disk may still know the old one */
 	sfr_inject_clear();
 	fault.sticky = 1;
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	sfr_inject_clear();
@@ -330,13 +330,13 @@ static void killed_between_two_renames(const char *dir)
 	put_old(dir);
 	die_at(dir, true);
 	CHECK(!file_exists(dir_path(dir, "c")));
-	sfr_tidy(dir);
+	sfr_clean_up_after_dead_writers(dir);
 	CHECK(holds(dir_path(dir, "c"), "old"));
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 	CHECK(strstr(save_notice(), "was put back") != NULL);
 	die_at(dir, true);
 	put_old(dir); /* somebody was faster */
-	sfr_tidy(dir);
+	sfr_clean_up_after_dead_writers(dir);
 	CHECK(holds(dir_path(dir, "c"), "old"));
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 }
@@ -355,8 +355,8 @@ static void living_writer(const char *dir)
 	int status;
 	pid_t pid;
 
-	CHECK_EQ(sfr_folder_open(f, &err), 0);
-	fill(sfr_folder_path(f), "new");
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), 0);
+	fill(sfr_folder_temporary_path(f), "new");
 	dir_clean(dir); /* of this process */
 	pid = fork();
 	if (pid == 0) {
@@ -367,9 +367,9 @@ static void living_writer(const char *dir)
 	CHECK_EQ(waitpid(pid, &status, 0), pid);
 	CHECK_EQ(status, 0);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 2);
-	CHECK(holds(sfr_folder_path(f), "new"));
+	CHECK(holds(sfr_folder_temporary_path(f), "new"));
 	CHECK_EQ(sfr__file_remove_tree(dir, NULL, &removed), 0); /* keeps it, and what is above */
-	CHECK(holds(sfr_folder_path(f), "new"));
+	CHECK(holds(sfr_folder_temporary_path(f), "new"));
 	sfr_folder_free(f);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 }

@@ -169,12 +169,12 @@ static void record(const char *dir, bool aside)
 	sfr_sys.rmdir = noted_rmdir;
 	sfr_sys.fsync = noted_fsync;
 	CHECK_EQ(sfr_folder_new(dir, "c", true, &f), 0);
-	CHECK_EQ(sfr_folder_open(f, &err), 0);
-	fill(sfr_folder_path(f), "new");
+	CHECK_EQ(sfr_folder_make_temporary(f, &err), 0);
+	fill(sfr_folder_temporary_path(f), "new");
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), 0);
 	(void)note(COMMITTED, AT_FDCWD, ".", 0);
-	CHECK_EQ(sfr_folder_clear(f, &err), 0);
+	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
 	sfr_folder_free(f);
 	sfr_sys = plain;
 }

@@ -195,7 +195,7 @@ TEST(removing_a_tree_removes_dead_temporaries)
 	CHECK_EQ(sfr__file_init(&f, dir_path(dir, "t"), "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	sfr__file_fini(&f);
 	sfr_inject_uninstall();
 	CHECK_EQ(dir_count(dir_path(dir, "t"), TEMPORARIES, NULL), 1);
@@ -213,7 +213,7 @@ TEST(failed_unlink_does_not_stop_the_remove)
 	make_dir("/var/tmp");
 	make_tree();
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(rm("t", &err), -EIO);
 	CHECK_EQ(err.code, -EIO); /* not the ENOTEMPTY that results from it */
 	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
@@ -369,7 +369,7 @@ TEST(data_files_stay_if_metadata_cannot_be_removed)
 
 		make_checkpoint();
 		CHECK_EQ(sfr_inject_install(), 0);
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		CHECK_EQ(rm("t", &err), -EIO);
 		sfr_inject_uninstall();
 		CHECK_EQ(nr_data(), 2);

@@ -92,7 +92,7 @@ static void cannot_read_the_boot_id(void)
 	struct sfr__file f;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	/* without a boot id, no temporary can be recognised */
@@ -193,7 +193,7 @@ TEST(only_own_temporaries_are_known_to_be_live_without_flock)
 	dead = temp_path(own_boot(), 999999999, 1);
 	file_put(dead, "x", 1);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&no_locks), 0);
+	CHECK_EQ(sfr_inject_add_fault(&no_locks), 0);
 	CHECK_EQ(sfr__file_init(&first, dir, "b.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&first, &err), 0);
 	CHECK_EQ(save_begin(&second, dir, true, &err), 0);
@@ -236,7 +236,7 @@ TEST(temporary_is_dead_only_if_its_lock_was_taken_or_its_name_is_gone)
 		CHECK(snprintf(in_tree, PATH_MAX, "%s/tree/%s", dir, name) < PATH_MAX);
 		file_put(path, "x", 1);
 		CHECK_EQ(sfr_inject_install(), 0);
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		dir_clean(dir);
 		CHECK(file_exists(path));
 		(void)snprintf(text, sizeof(text), "%s", save_notice());
@@ -492,7 +492,7 @@ TEST(next_save_removes_a_temporary_whose_unlink_failed)
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	sfr__file_fini(&f);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	dir_clean(dir);

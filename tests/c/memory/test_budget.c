@@ -24,7 +24,7 @@ static uint64_t take(uint64_t budget, uint64_t most)
 {
 	struct sfr_engine_opts opts = opts_with(budget, most);
 
-	return sfr__budget_take(&opts);
+	return sfr__budget_take_default_cap(&opts);
 }
 
 /* Returns what the next default pool would get. */
@@ -71,18 +71,18 @@ TEST(each_default_pool_is_limited_to_most_bytes)
 
 TEST(the_memory_of_all_pools_is_summed)
 {
-	uint64_t before = sfr_pools_hold();
+	uint64_t before = sfr_pools_committed_bytes();
 	struct sfr__pool *pool = NULL;
 
 	CHECK_EQ(sfr__pool_new(64 * MIB, 16 * MIB, false, &pool), 0);
-	CHECK_EQ(sfr_pools_hold(), before);
+	CHECK_EQ(sfr_pools_committed_bytes(), before);
 	CHECK_EQ(sfr__pool_warm_up(pool, 64 * MIB), 0);
-	CHECK_EQ(sfr_pools_hold(), before + 64 * MIB);
+	CHECK_EQ(sfr_pools_committed_bytes(), before + 64 * MIB);
 	CHECK_EQ(sfr__pool_trim(pool), 0);
-	CHECK_EQ(sfr_pools_hold(), before);
+	CHECK_EQ(sfr_pools_committed_bytes(), before);
 	CHECK_EQ(sfr__pool_warm_up(pool, 32 * MIB), 0);
 	sfr__pool_free(pool);
-	CHECK_EQ(sfr_pools_hold(), before);
+	CHECK_EQ(sfr_pools_committed_bytes(), before);
 }
 
 TEST(a_child_has_a_budget_of_its_own)
@@ -93,19 +93,19 @@ TEST(a_child_has_a_budget_of_its_own)
 
 	CHECK_EQ(sfr_fork_init(), 0);
 	taken = take(4 * GIB, 1024 * GIB);
-	sfr__budget_add_memory((int64_t)GIB);
+	sfr__pools_add_committed_bytes((int64_t)GIB);
 	child = fork();
 	if (child == 0) {
-		bool ok = sfr_pools_hold() == 0 && take(4 * GIB, 1024 * GIB) == 4 * GIB &&
-			  next_cap(4 * GIB) == 16 * MIB;
+		bool ok = sfr_pools_committed_bytes() == 0 &&
+			  take(4 * GIB, 1024 * GIB) == 4 * GIB && next_cap(4 * GIB) == 16 * MIB;
 
 		sfr__budget_give_back(4 * GIB);
 		_exit(ok && next_cap(4 * GIB) == 4 * GIB ? 0 : 1);
 	}
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	CHECK_EQ(status, 0);
-	CHECK_EQ(sfr_pools_hold(), GIB);
-	sfr__budget_add_memory(-(int64_t)GIB);
+	CHECK_EQ(sfr_pools_committed_bytes(), GIB);
+	sfr__pools_add_committed_bytes(-(int64_t)GIB);
 	sfr__budget_give_back(taken);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
 }

@@ -313,7 +313,7 @@ TEST(warm_up_works_without_threads)
 	struct sfr_fault fault = { "thread_create", 1, 1, EAGAIN, -1, 0 };
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr__pool_warm_up(pool, 64 * MIB), 0);
 	CHECK(sfr_inject_hits() > 0);
 	sfr_inject_clear();

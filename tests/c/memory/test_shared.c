@@ -9,7 +9,7 @@
 
 static int file_of(struct sfr__pool *pool, const struct sfr__block *block, uint64_t *off)
 {
-	return sfr__pool_locate_in_file(pool, block->mem, off);
+	return sfr__pool_get_file_and_offset(pool, block->mem, off);
 }
 
 static uint64_t bytes_in(int fd)
@@ -111,7 +111,7 @@ static void set_fault(int i, const char *call, uint64_t nth, int err, int sticky
 	faults[i] = (struct sfr_fault){
 		.call = call, .nth = nth, .err = err, .limit = -1, .sticky = sticky
 	};
-	CHECK_EQ(sfr_inject_set(&faults[i]), 0);
+	CHECK_EQ(sfr_inject_add_fault(&faults[i]), 0);
 }
 
 /* Before Linux 5.14 the advice is unknown, and only pages that exist may be touched. */

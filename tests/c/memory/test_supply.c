@@ -15,7 +15,7 @@ static uint64_t nr_made(struct sfr__pool *pool)
 
 static bool lacks(struct sfr__pool *pool)
 {
-	return sfr__under(&pool->mu, sfr__pool_lacks_whole_locked(pool));
+	return sfr__under(&pool->mu, sfr__pool_needs_whole_blocks_locked(pool));
 }
 
 TEST(supply_makes_what_a_save_could_use_and_no_more)

@@ -67,12 +67,12 @@ static void works(void)
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
 	/* the copies have completed */
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	sfr_onload_error(onload, &err);
 	CHECK_EQ(err.code, 0);
 	CHECK(is_onloaded());
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 }
 
 static void take_notices(void)
@@ -100,7 +100,7 @@ static void end_engine(void)
 
 static void end(void)
 {
-	sfr_snapshot_unview(ticket);
+	sfr_snapshot_remove_view(ticket);
 	end_engine();
 }
 
@@ -121,7 +121,7 @@ TEST(failed_allocation_queues_and_leaks_nothing)
 		if (rc == 0)
 			sfr_onload_error(onload, &err);
 		CHECK(err.code == 0 || check_acted(&run));
-		sfr_onload_put(onload);
+		sfr_onload_wait_and_free(onload);
 	}
 	works();
 	end();
@@ -139,12 +139,12 @@ static unsigned fail_each(const char *name)
 
 		fake.fake_cuda_fail(name, nth, 0, CUDA_ERROR_OUT_OF_MEMORY);
 		CHECK_EQ(onload_parts(&onload), 0);
-		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
+		(void)sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
 		if (err.code != 0)
 			nr_reported++;
-		sfr_onload_put(onload);
+		sfr_onload_wait_and_free(onload);
 		if (fake.fake_cuda_hits() == before)
 			break;
 	}
@@ -190,7 +190,7 @@ TEST(nothing_is_copied_after_a_failed_call)
 	CHECK_EQ(fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
 			 fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"),
 		 before);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	works();
 	end();
 }
@@ -211,9 +211,9 @@ TEST(dead_device_is_reported_and_keeps_the_groups_memory)
 		sfr_onload_error(onload, &err);
 		CHECK_EQ(err.code, -EIO);
 		CHECK_EQ(strstr(err.note, "this device is dead since") != NULL, i == 1);
-		sfr_onload_put(onload);
+		sfr_onload_wait_and_free(onload);
 	}
-	sfr_snapshot_unview(ticket);
+	sfr_snapshot_remove_view(ticket);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
 	CHECK(stats.retired_bytes >= PARTS * PART);
@@ -236,9 +236,9 @@ TEST(unavailable_device_is_reported)
 	fake.fake_cuda_reset();
 	sfr_onload_error(onload, &err);
 	CHECK(err.code < 0);
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	works();
 	end();
 }
@@ -246,10 +246,10 @@ TEST(unavailable_device_is_reported)
 /* Offloads a group from a stopped device. */
 static void leave_again(void)
 {
-	const struct sfr_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
+	const struct sfr_device_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
 	struct sfr_source sources[PARTS];
 
-	sfr_snapshot_unview(ticket);
+	sfr_snapshot_remove_view(ticket);
 	sfr_snapshot_put(ticket);
 	for (unsigned i = 0; i < PARTS; i++)
 		sources[i] = (struct sfr_source){
@@ -259,7 +259,7 @@ static void leave_again(void)
 		};
 	CHECK_EQ(sfr_snapshot_new(engine, sources, PARTS, SFR_SNAPSHOT_LEAVES, &ticket), 0);
 	CHECK_EQ(sfr_snapshot_lease(ticket, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_snapshot_streams(ticket, streams, 1), 0);
+	CHECK_EQ(sfr_snapshot_set_streams(ticket, streams, 1), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(sfr_snapshot_start(ticket), 0);
 }
@@ -315,11 +315,11 @@ TEST(capturing_stream_is_refused_and_left_alone)
 	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_capture(stream, 1);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), SFR_EAGAIN);
+	CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), SFR_EAGAIN);
 	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	fake.fake_cuda_capture(stream, 0);
 	fake.fake_cuda_hold(0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	end();
 }
 
@@ -332,13 +332,13 @@ TEST(onload_of_returned_memory_is_refused)
 	begin();
 	works();
 	sfr_snapshot_memory(ticket, &base, &len);
-	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 1);
-	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)device), 0);
-	sfr_snapshot_unview(ticket);
+	CHECK_EQ(sfr_engine_is_addr_pinned(engine, (uint64_t)(uintptr_t)base), 1);
+	CHECK_EQ(sfr_engine_is_addr_pinned(engine, (uint64_t)(uintptr_t)device), 0);
+	sfr_snapshot_remove_view(ticket);
 	CHECK_EQ(onload_parts(&onload), SFR_ESTATE);
 	CHECK(onload == NULL);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 0);
+	CHECK_EQ(sfr_engine_is_addr_pinned(engine, (uint64_t)(uintptr_t)base), 0);
 	end_engine();
 }
 
@@ -365,7 +365,7 @@ TEST(memory_between_two_copies_is_left_alone)
 
 	begin();
 	onload_first_and_last(&onload);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
 	for (unsigned k = 0; k < PART; k++)
 		CHECK_EQ(device[1][k], 0);
@@ -386,7 +386,7 @@ TEST(only_pinned_memory_is_copied_in_batches)
 		}
 		nr_batches = fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
 		onload_first_and_last(&onload);
-		sfr_onload_put(onload);
+		sfr_onload_wait_and_free(onload);
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2") - nr_batches, pinned);
 		CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
 		fake.fake_cuda_reset();
@@ -414,7 +414,7 @@ TEST(copies_outside_the_pool_are_not_merged)
 		};
 	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, NULL, &onload),
 		 0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	for (unsigned k = 0; k < 2 * SFR_COPY_ALIGN; k++)
 		CHECK_EQ(device[0][k], k % SFR_COPY_ALIGN < 100 ? 7 : 0);
 	end();
@@ -440,7 +440,7 @@ TEST(onload_calls_are_refused_in_a_forked_child)
 				      sfr_onload_start(engine, 0, 0, NULL, 0, NULL, &other) ==
 					      SFR_EFORK &&
 				      sfr_onload_wait(onload, SFR_FOREVER) == SFR_EFORK &&
-				      sfr_onload_order(onload, 0) == SFR_EFORK &&
+				      sfr_onload_make_stream_wait(onload, 0) == SFR_EFORK &&
 				      sfr_onload_times(onload, &ns, &ns) == SFR_EFORK ?
 			      0 :
 			      1);
@@ -448,7 +448,7 @@ TEST(onload_calls_are_refused_in_a_forked_child)
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	CHECK_EQ(status, 0);
 	fake.fake_cuda_hold(0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	end();
 }
 
@@ -467,7 +467,7 @@ TEST(wait_returns_eagain_until_the_copies_complete)
 	CHECK_EQ(sfr_onload_wait(onload, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
 	for (unsigned i = 0; i < 3; i++)
-		CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+		CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), 0);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	fake.fake_cuda_drain(stream);
@@ -476,9 +476,9 @@ TEST(wait_returns_eagain_until_the_copies_complete)
 	CHECK(waited > 0);
 	/* A complete group needs no wait. */
 	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	end();
 }
 
@@ -499,14 +499,14 @@ TEST(times_are_known_after_the_streams_wait)
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_launch(stream, wait_for_sem, &go);
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(sfr_onload_make_stream_wait(onload, (uint64_t)(uintptr_t)stream), 0);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
 	(void)sem_post(&go);
 	fake.fake_cuda_drain(stream);
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	end();
 }
 
@@ -563,7 +563,7 @@ TEST(dropping_an_onload_waits_for_its_copies)
 	memset(device, 0, sizeof(device));
 	fake.fake_cuda_delay(3000000, 1);
 	CHECK_EQ(onload_parts(&onload), 0);
-	sfr_onload_put(onload);
+	sfr_onload_wait_and_free(onload);
 	CHECK(is_onloaded());
 	fake.fake_cuda_delay(0, 1);
 	end();

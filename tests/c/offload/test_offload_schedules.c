@@ -70,9 +70,9 @@ static void scribble(void *arg)
 
 /* ---- out and in ---------------------------------------------------------------------- */
 
-static struct sfr_stream main_stream(void)
+static struct sfr_device_stream main_stream(void)
 {
-	return (struct sfr_stream){ .handle = (uint64_t)(uintptr_t)stream, .device = 0 };
+	return (struct sfr_device_stream){ .handle = (uint64_t)(uintptr_t)stream, .device = 0 };
 }
 
 static void take_notices(void)
@@ -88,7 +88,7 @@ static void take_notices(void)
 static struct sfr_snapshot *leave(struct sfr_engine *engine, const struct group *group,
 				  const struct slot *slot, uint32_t device)
 {
-	const struct sfr_stream streams[] = { main_stream() };
+	const struct sfr_device_stream streams[] = { main_stream() };
 	struct sfr_source sources[PARTS];
 	struct sfr_snapshot *s = NULL;
 
@@ -102,7 +102,7 @@ static struct sfr_snapshot *leave(struct sfr_engine *engine, const struct group 
 	CHECK_EQ(sfr_snapshot_new(engine, sources, PARTS, SFR_SNAPSHOT_LEAVES, &s), 0);
 	CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
 	if (device)
-		CHECK_EQ(sfr_snapshot_streams(s, streams, 1), 0);
+		CHECK_EQ(sfr_snapshot_set_streams(s, streams, 1), 0);
 	CHECK_EQ(sfr_snapshot_start(s), 0);
 	return s;
 }
@@ -110,7 +110,7 @@ static struct sfr_snapshot *leave(struct sfr_engine *engine, const struct group 
 /* Lets the stream's later work write to the slot, whose memory is being copied out. */
 static void order_out(struct slot *slot)
 {
-	const struct sfr_stream streams[] = { main_stream() };
+	const struct sfr_device_stream streams[] = { main_stream() };
 
 	if (!slot->leaving)
 		return;
@@ -126,7 +126,7 @@ static void onload_group(struct sfr_engine *engine, int g, struct slot *slot)
 	char *base;
 	uint64_t len;
 
-	sfr_onload_put(slot->coming);
+	sfr_onload_wait_and_free(slot->coming);
 	slot->coming = NULL;
 	order_out(slot);
 	fake.fake_cuda_launch(stream, scribble, slot);
@@ -151,11 +151,11 @@ static void use_group(struct sfr_engine *engine, struct slot *slot)
 	struct sfr_snapshot *old = group->ticket;
 
 	*work = (struct work){ slot, group, group->value, (unsigned char)(1 + fake_rng(200)) };
-	CHECK_EQ(sfr_onload_order(slot->coming, main_stream().handle), 0);
+	CHECK_EQ(sfr_onload_make_stream_wait(slot->coming, main_stream().handle), 0);
 	fake.fake_cuda_launch(stream, compute, work);
 	group->value = work->next;
 	/* Released before new memory is leased, because the pool may have none to spare. */
-	sfr_snapshot_unview(old);
+	sfr_snapshot_remove_view(old);
 	sfr_snapshot_put(old);
 	group->ticket = leave(engine, group, slot, 1);
 	sfr_snapshot_get(group->ticket);
@@ -223,7 +223,7 @@ static void check_groups(void)
 				k++;
 			CHECK_EQ(k, groups[g].lens[i]);
 		}
-		sfr_snapshot_unview(groups[g].ticket);
+		sfr_snapshot_remove_view(groups[g].ticket);
 		sfr_snapshot_put(groups[g].ticket);
 	}
 }
@@ -258,7 +258,7 @@ static void one_schedule(uint64_t seed)
 	for (unsigned i = 0; i < SLOTS; i++) {
 		if (slots[i].of >= 0)
 			use_group(engine, &slots[i]);
-		sfr_onload_put(slots[i].coming);
+		sfr_onload_wait_and_free(slots[i].coming);
 		slots[i].coming = NULL;
 		order_out(&slots[i]);
 	}

@@ -52,7 +52,7 @@ static struct arriving arriving_of(const unsigned char *bytes, size_t len)
 }
 
 /* Fetches what is wanted longest. False: nothing is. */
-static bool fetch_one(struct arriving *a, struct sfr_wanted *w)
+static bool fetch_one(struct arriving *a, struct sfr_arrivals_wanted_range *w)
 {
 	if (sfr_arrivals_next(a->group, MOMENT, w) != 0)
 		return false;
@@ -63,7 +63,7 @@ static bool fetch_one(struct arriving *a, struct sfr_wanted *w)
 
 static unsigned fetch_all(struct arriving *a)
 {
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	unsigned nr = 0;
 
 	while (fetch_one(a, &w))
@@ -74,7 +74,7 @@ static unsigned fetch_all(struct arriving *a)
 static void *fetch(void *arg)
 {
 	struct arriving *a = arg;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	int rc;
 
 	while ((rc = sfr_arrivals_next(a->group, SFR_FOREVER, &w)) == 0) {
@@ -126,7 +126,7 @@ TEST(file_has_its_length_and_nothing_is_wanted_before_it_is_read)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct stat st;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	CHECK_EQ(fstat(a.fd, &st), 0);
 	CHECK_EQ(st.st_size, LEN);
@@ -140,7 +140,7 @@ TEST(file_has_its_length_and_nothing_is_wanted_before_it_is_read)
 TEST(read_waits_for_the_chunks_that_it_needs_and_no_others)
 {
 	struct arriving a = arriving_of(content, LEN);
-	struct sfr_wanted w[3];
+	struct sfr_arrivals_wanted_range w[3];
 	struct sfr__source s;
 	char buf[2 * SFR_PAGE];
 
@@ -170,7 +170,7 @@ TEST(end_of_the_file_is_fetched_and_bytes_after_it_are_not)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
@@ -191,21 +191,21 @@ TEST(chunks_ahead_are_a_window_and_wanted_once)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	for (int again = 0; again < 2; again++)
-		sfr__source_will_read(&s, SFR_PAGE, LEN);
+		sfr__source_announce_read(&s, SFR_PAGE, LEN);
 	for (uint64_t i = 1; i <= WINDOW; i++) {
 		CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 		CHECK_EQ(w.off, i * SFR_PAGE);
 	}
-	sfr__source_will_read(&s, SFR_PAGE, LEN);
+	sfr__source_announce_read(&s, SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
-	sfr__source_will_read(&s, 20 * SFR_PAGE, 21 * SFR_PAGE + 1);
+	sfr__source_announce_read(&s, 20 * SFR_PAGE, 21 * SFR_PAGE + 1);
 	CHECK_EQ(fetch_all(&a), 2);
-	sfr__source_will_read(&s, 30 * SFR_PAGE, 30 * SFR_PAGE);
-	sfr__source_will_read(&s, LEN, LEN + 1);
+	sfr__source_announce_read(&s, 30 * SFR_PAGE, 30 * SFR_PAGE);
+	sfr__source_announce_read(&s, LEN, LEN + 1);
 	CHECK_EQ(fetch_all(&a), 0);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -215,11 +215,11 @@ TEST(files_of_a_group_are_fetched_by_its_own_threads)
 {
 	struct arriving a = arriving_of(content, LEN), b = arriving_of(content, LEN);
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	CHECK(a.fd != b.fd && a.number != b.number);
 	sfr__source_open(&s, b.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&s, 0, SFR_PAGE);
+	sfr__source_announce_read(&s, 0, SFR_PAGE);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), SFR_EAGAIN);
 	CHECK_EQ(sfr_arrivals_put(a.group, b.number, 0, content, SFR_PAGE), SFR_ECLOSED);
 	CHECK(fetch_one(&b, &w));
@@ -234,7 +234,7 @@ TEST(chunks_are_whole_pages_of_the_size_that_was_asked_for)
 {
 	struct sfr_arrivals *group;
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	uint64_t number;
 	int fd;
 
@@ -242,7 +242,7 @@ TEST(chunks_are_whole_pages_of_the_size_that_was_asked_for)
 	for (uint64_t chunk = SFR_PAGE; chunk <= 4 * SFR_PAGE; chunk += SFR_PAGE) {
 		fd = sfr_arrivals_open(group, LEN, chunk, &number);
 		sfr__source_open(&s, fd, 0, SFR__WAY_CACHE);
-		sfr__source_will_read(&s, chunk + 1, chunk + 2);
+		sfr__source_announce_read(&s, chunk + 1, chunk + 2);
 		CHECK_EQ(sfr_arrivals_next(group, MOMENT, &w), 0);
 		CHECK_EQ(w.off, chunk);
 		CHECK_EQ(w.len, chunk);
@@ -255,7 +255,7 @@ TEST(chunks_are_whole_pages_of_the_size_that_was_asked_for)
 	CHECK_EQ(sfr_arrivals_open(group, UINT64_MAX, SFR_PAGE, &number), -EINVAL);
 	fd = sfr_arrivals_open(group, 0, SFR_PAGE, &number);
 	CHECK(fd >= 0); /* an empty file */
-	CHECK_EQ(sfr_arrivals_fill(fd, MOMENT), 0);
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(fd, MOMENT), 0);
 	sfr_arrivals_free(group);
 }
 
@@ -269,13 +269,13 @@ static uint64_t read_once(struct arriving *a, const struct sfr__source *s, bool 
 	for (uint64_t off = 0; off < LEN; off += SFR_PAGE / 2) {
 		const size_t len = LEN - off < SFR_PAGE / 2 ? LEN - off : SFR_PAGE / 2;
 
-		sfr__source_will_read(s, off, LEN);
+		sfr__source_announce_read(s, off, LEN);
 		a->nr_fetched += fetch_all(a);
 		read_all(s, len, off);
 		if (memory_of(a->fd) > most)
 			most = memory_of(a->fd);
 		if (says_done)
-			sfr__source_was_read(s, off, len);
+			sfr__source_discard_read_range(s, off, len);
 	}
 	return most;
 }
@@ -289,7 +289,7 @@ TEST(chunks_that_were_read_once_are_given_back_beyond_a_window)
 	CHECK(read_once(&a, &s, true) <= (WINDOW + 1) * SFR_PAGE);
 	CHECK_EQ(a.nr_fetched, NR);
 	CHECK_EQ(memory_of(a.fd), WINDOW * SFR_PAGE);
-	sfr__source_will_read(&s, 0, LEN); /* as a thread that is late may say */
+	sfr__source_announce_read(&s, 0, LEN); /* as a thread that is late may say */
 	CHECK_EQ(fetch_all(&a), 0);
 	/* A reader with counts of its own fetches again what is gone. */
 	sfr__source_open(&again, a.fd, 0, SFR__WAY_CACHE);
@@ -308,9 +308,9 @@ TEST(chunks_that_nobody_has_read_completely_stay)
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	CHECK_EQ(read_once(&a, &s, false), NR * SFR_PAGE);
 	for (uint64_t i = 0; i < NR; i++) /* all but a byte of each */
-		sfr__source_was_read(&s, i * SFR_PAGE, SFR_PAGE - 1);
+		sfr__source_discard_read_range(&s, i * SFR_PAGE, SFR_PAGE - 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 1) * SFR_PAGE); /* the last one is shorter */
-	sfr__source_was_read(&s, SFR_PAGE - 1, 1);
+	sfr__source_discard_read_range(&s, SFR_PAGE - 1, 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 2) * SFR_PAGE);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -324,13 +324,13 @@ TEST(pinned_chunk_stays_until_it_is_unpinned)
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	CHECK_EQ(read_once(&a, &s, false), NR * SFR_PAGE);
-	CHECK_EQ(sfr__arriving_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
-	sfr__source_was_read(&s, 0, 10 * SFR_PAGE);
+	CHECK_EQ(sfr__arriving_wait_and_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
+	sfr__source_discard_read_range(&s, 0, 10 * SFR_PAGE);
 	CHECK_EQ(memory_of(a.fd), (NR - 9) * SFR_PAGE);
-	CHECK_EQ(sfr__arriving_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
+	CHECK_EQ(sfr__arriving_wait_and_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
 	sfr__arriving_unpin(f, 5 * SFR_PAGE, 1);
 	sfr__arriving_unpin(f, 5 * SFR_PAGE, 1);
-	sfr__source_was_read(&s, 10 * SFR_PAGE, 1);
+	sfr__source_discard_read_range(&s, 10 * SFR_PAGE, 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 10) * SFR_PAGE);
 	sfr__source_close(&s);
 	sfr__arriving_put(f);
@@ -345,14 +345,14 @@ TEST(chunk_stays_for_a_reader_that_is_in_the_middle_of_it)
 
 	sfr__source_open(&first, a.fd, 0, SFR__WAY_CACHE);
 	sfr__source_open(&second, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&first, 0, LEN);
+	sfr__source_announce_read(&first, 0, LEN);
 	CHECK_EQ(fetch_all(&a), WINDOW);
-	sfr__source_was_read(&first, 0, SFR_PAGE);
+	sfr__source_discard_read_range(&first, 0, SFR_PAGE);
 	read_all(&second, 10, 0);
 	for (uint64_t i = WINDOW; i < NR; i += WINDOW)
-		sfr__source_will_read(&first, i * SFR_PAGE, LEN);
+		sfr__source_announce_read(&first, i * SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), NR - WINDOW);
-	sfr__source_was_read(&first, SFR_PAGE, LEN - SFR_PAGE);
+	sfr__source_discard_read_range(&first, SFR_PAGE, LEN - SFR_PAGE);
 	CHECK_EQ(memory_of(a.fd), WINDOW * SFR_PAGE);
 	read_all(&second, 10, 10);
 	CHECK_EQ(fetch_all(&a), 0);
@@ -367,18 +367,19 @@ TEST(filled_file_is_complete_and_stays_so)
 	struct sfr__source s;
 	char buf[LEN];
 
-	CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), SFR_EAGAIN);
-	while (sfr_arrivals_fill(a.fd, MOMENT) == SFR_EAGAIN)
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, MOMENT), SFR_EAGAIN);
+	while (sfr_arrivals_wait_for_whole_file(a.fd, MOMENT) == SFR_EAGAIN)
 		CHECK(fetch_all(&a) <= WINDOW);
 	CHECK_EQ(pread(a.fd, buf, LEN, 0), LEN);
 	CHECK(memcmp(buf, content, LEN) == 0);
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_was_read(&s, 0, LEN);
+	sfr__source_discard_read_range(&s, 0, LEN);
 	CHECK_EQ(memory_of(a.fd), NR * SFR_PAGE);
-	CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), 0);
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, MOMENT), 0);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
-	CHECK_EQ(sfr_arrivals_fill(STDIN_FILENO, MOMENT), 0); /* not an arriving file */
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(STDIN_FILENO, MOMENT),
+		 0); /* not an arriving file */
 }
 
 /* ---- failures and ends -------------------------------------------------------------- */
@@ -387,19 +388,19 @@ TEST(failure_ends_every_later_read)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&s, 0, LEN);
+	sfr__source_announce_read(&s, 0, LEN);
 	CHECK(fetch_one(&a, &w));
 	sfr_arrivals_fail(a.group, a.number);
 	sfr_arrivals_fail(a.group, a.number + 1);
 	CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), -EIO);
 	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, SFR_PAGE), -EIO);
-	CHECK_EQ(sfr_arrivals_fill(a.fd, SFR_FOREVER), -EIO);
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, SFR_FOREVER), -EIO);
 	CHECK_EQ(fetch_all(&a), 0); /* nobody needs the rest */
-	sfr__source_will_read(&s, 30 * SFR_PAGE, LEN);
+	sfr__source_announce_read(&s, 30 * SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -414,7 +415,7 @@ static void *read_first(void *arg)
 	struct waiting *waiting = arg;
 	struct sfr__arriving_file *f = sfr__arriving_get(waiting->fd);
 
-	waiting->rc = sfr__arriving_pin(f, NULL, 0, 1, SFR_FOREVER);
+	waiting->rc = sfr__arriving_wait_and_pin(f, NULL, 0, 1, SFR_FOREVER);
 	sfr__arriving_put(f);
 	return NULL;
 }
@@ -423,7 +424,7 @@ TEST(failure_wakes_a_waiting_reader)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct waiting waiting = { .fd = a.fd };
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	pthread_t reader;
 
 	CHECK_EQ(pthread_create(&reader, NULL, read_first, &waiting), 0);
@@ -444,17 +445,17 @@ TEST(bytes_that_nobody_asked_for_are_refused)
 		{ SFR_PAGE, SFR_PAGE }, { NR * SFR_PAGE, SFR_PAGE },
 	};
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
 		struct arriving a = arriving_of(content, LEN);
 
 		sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-		sfr__source_will_read(&s, 0, 2 * SFR_PAGE);
+		sfr__source_announce_read(&s, 0, 2 * SFR_PAGE);
 		CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 		CHECK_EQ(sfr_arrivals_put(a.group, a.number, wrong[i].off, content, wrong[i].len),
 			 -EINVAL);
-		CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), -EIO);
+		CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, MOMENT), -EIO);
 		sfr__source_close(&s);
 		sfr_arrivals_free(a.group);
 	}
@@ -465,17 +466,17 @@ TEST(full_memory_fails_the_file)
 	struct arriving a = arriving_of(content, LEN);
 	const struct sfr_fault fault = { .call = "pwrite", .nth = 1, .err = ENOSPC, .limit = -1 };
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&s, 0, LEN);
+	sfr__source_announce_read(&s, 0, LEN);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), -ENOSPC);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), -EIO);
+	CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, MOMENT), -EIO);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
 }
@@ -484,17 +485,17 @@ TEST(closed_file_stays_open_for_its_sources_and_gives_them_no_bytes)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&s, 0, SFR_PAGE);
+	sfr__source_announce_read(&s, 0, SFR_PAGE);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 	sfr_arrivals_close(a.group, a.number);
 	sfr_arrivals_close(a.group, a.number);
 	CHECK(is_open(a.fd));
 	CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), -EBADF);
-	sfr__source_will_read(&s, 0, LEN);
+	sfr__source_announce_read(&s, 0, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
 	CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), SFR_ECLOSED);
 	CHECK(sfr__arriving_get(a.fd) == NULL);
@@ -507,7 +508,7 @@ TEST(end_of_a_group_ends_all_waits)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct waiting waiting = { .fd = a.fd };
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	pthread_t reader;
 	uint64_t number;
 
@@ -572,12 +573,12 @@ TEST(forked_child_cannot_use_its_parents_arriving_files)
 	struct arriving a = arriving_of(content, LEN);
 	const int failed = check__nr_failed;
 	struct sfr__source s;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	int status = -1;
 	pid_t pid;
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_will_read(&s, 0, SFR_PAGE);
+	sfr__source_announce_read(&s, 0, SFR_PAGE);
 	pid = fork();
 	if (pid == 0) {
 		char buf[SFR_PAGE];
@@ -586,8 +587,8 @@ TEST(forked_child_cannot_use_its_parents_arriving_files)
 		(void)alarm(60);
 		CHECK(!is_open(a.fd));
 		CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), SFR_EFORK);
-		sfr__source_will_read(&s, 0, LEN);
-		sfr__source_was_read(&s, 0, LEN);
+		sfr__source_announce_read(&s, 0, LEN);
+		sfr__source_discard_read_range(&s, 0, LEN);
 		CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), SFR_EFORK);
 		CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), SFR_EFORK);
 		CHECK_EQ(sfr_arrivals_open(a.group, LEN, SFR_PAGE, &number), SFR_EFORK);
@@ -597,7 +598,7 @@ TEST(forked_child_cannot_use_its_parents_arriving_files)
 		sfr_arrivals_close(a.group, a.number);
 		sfr_arrivals_free(a.group);
 		a = arriving_of(content, LEN); /* its own work */
-		CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), SFR_EAGAIN);
+		CHECK_EQ(sfr_arrivals_wait_for_whole_file(a.fd, MOMENT), SFR_EAGAIN);
 		_exit(check__nr_failed != failed);
 	}
 	CHECK_EQ(waitpid(pid, &status, 0), pid);
@@ -630,7 +631,7 @@ static void check_slowly(const struct archive *archive, unsigned flags, bool in_
 	const struct verdict plain = check_archive(archive, flags);
 	const struct sfr_check_result *r;
 	struct sfr_check *check;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	int rc;
 
 	CHECK_EQ(sfr_check_new(a.fd, flags, &check), 0);
@@ -705,7 +706,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 	struct sfr_restore *r = NULL;
 	struct sfr_check *check;
 	char *memory[16] = { NULL };
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 	int rc;
 
 	limits.reader_chunk_bytes = SFR_PAGE;
@@ -720,7 +721,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 	start_fetchers(&a);
 	for (uint64_t i = 0; i < archive.nr; i++) {
 		memory[i] = malloc(archive.records[i].len + 1);
-		sfr_restore_into(r, i, memory[i]);
+		sfr_restore_set_destination(r, i, memory[i]);
 	}
 	CHECK_EQ(sfr_reader_allow_records(sfr_restore_reader(r), archive.nr), 0);
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), archive.nr, SFR_FOREVER), 0);
@@ -741,7 +742,7 @@ TEST(restore_can_be_freed_or_fail_while_it_waits_for_bytes)
 	const struct sfr_file_range all = { 0, archive.len };
 	struct arriving a = arriving_of(archive.buf, archive.len);
 	struct sfr_restore *r = NULL;
-	struct sfr_wanted w;
+	struct sfr_arrivals_wanted_range w;
 
 	CHECK_EQ(sfr_restore_new_bare(&all, 1, archive.len, a.fd, 0, &r), 0);
 	CHECK_EQ(sfr_reader_allow_records(sfr_restore_reader(r), 1), 0);
@@ -776,8 +777,8 @@ static void *read_here_and_there(void *arg)
 		while ((got = sfr__source_read_some(&s, buf, len, off)) == SFR_EAGAIN)
 			;
 		CHECK(got >= 0 && memcmp(buf, content + off, (size_t)got) == 0);
-		sfr__source_was_read(&s, off / SFR_PAGE * SFR_PAGE, SFR_PAGE);
-		sfr__source_will_read(&s, off, off + 2 * SFR_PAGE);
+		sfr__source_discard_read_range(&s, off / SFR_PAGE * SFR_PAGE, SFR_PAGE);
+		sfr__source_announce_read(&s, off, off + 2 * SFR_PAGE);
 	}
 	sfr__source_close(&s);
 	return NULL;

@@ -50,8 +50,8 @@ TEST(record_ending_with_a_chunk_needs_the_next_chunk)
 {
 	struct sfr_restore *r = open_restore();
 
-	CHECK_EQ(sfr_reader_nr_to_allow(r->reader, ENDING), BEHIND + 1);
-	CHECK_EQ(sfr_reader_nr_to_allow(r->reader, 0), BEHIND);
+	CHECK_EQ(sfr_reader_count_records_to_allow(r->reader, ENDING), BEHIND + 1);
+	CHECK_EQ(sfr_reader_count_records_to_allow(r->reader, 0), BEHIND);
 	sfr_restore_free(r);
 }
 
@@ -80,7 +80,7 @@ TEST(one_reader_thread_is_enough_and_reports_progress)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(sfr_reader_bytes_read(r->reader), 0);
 	CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_inject_hits(), 1);
@@ -123,7 +123,7 @@ TEST(records_without_checksums_are_read)
 	archive_finish(&without);
 	fd = file_of(without.buf, without.len);
 	r = open_restore();
-	sfr_restore_into(r, ENDING, got);
+	sfr_restore_set_destination(r, ENDING, got);
 	CHECK_EQ(sfr_reader_allow_records(r->reader, without.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, without.nr, SFR_FOREVER), 0);
 	CHECK(strcmp(got, "abcdefgh") == 0);

@@ -45,7 +45,7 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 
 		CHECK_EQ(sfr_reader_allow_records(r->reader, upto), 0);
 		for (uint64_t i = 0; i < a.nr; i++) {
-			bool can = sfr_reader_nr_to_allow(r->reader, i) <= upto;
+			bool can = sfr_reader_count_records_to_allow(r->reader, i) <= upto;
 
 			CHECK_EQ(sfr_reader_wait(r->reader, i, SFR_FOREVER),
 				 can ? 0 : SFR_EUNPLACED);
@@ -76,10 +76,10 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 	uint64_t placed = 0;
 
 	for (uint64_t k = 0; k < a->nr; k++) {
-		const uint64_t reach = sfr_reader_nr_to_allow(r->reader, order[k]);
+		const uint64_t reach = sfr_reader_count_records_to_allow(r->reader, order[k]);
 
 		for (; placed < reach; placed++)
-			sfr_restore_into(r, placed, mem + a->records[placed].data_off);
+			sfr_restore_set_destination(r, placed, mem + a->records[placed].data_off);
 		CHECK_EQ(sfr_reader_allow_records(r->reader, reach), 0);
 		CHECK_EQ(sfr_reader_wait(r->reader, order[k], SFR_FOREVER), 0);
 		CHECK(memcmp(mem + a->records[order[k]].data_off,
@@ -213,7 +213,7 @@ TEST(archive_of_another_program_is_never_called_damaged)
 		r->reader->next_off = SMALL_CHUNK;
 		r->reader->next_rec = 2;
 		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&late), 0);
+		CHECK_EQ(sfr_inject_add_fault(&late), 0);
 		CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), -EOPNOTSUPP);
 		sfr_restore_free(r);

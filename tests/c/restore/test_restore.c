@@ -29,13 +29,13 @@ static void read_all(struct sfr_restore *r, struct restored *found, uint64_t ste
 	uint64_t upto = 0;
 
 	for (uint64_t i = 0; i < found->nr && found->rc == 0; i++) {
-		uint64_t need = sfr_reader_nr_to_allow(r->reader, i);
+		uint64_t need = sfr_reader_count_records_to_allow(r->reader, i);
 
 		CHECK(need > i && need <= found->nr);
 		if (need > upto) {
 			need = need + step < found->nr ? need + step : found->nr;
 			for (; upto < need; upto++)
-				sfr_restore_into(r, upto, found->mem[upto]);
+				sfr_restore_set_destination(r, upto, found->mem[upto]);
 			found->rc = sfr_reader_allow_records(r->reader, upto);
 		}
 		if (found->rc == 0)
@@ -52,7 +52,7 @@ static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
 
 	if (r == NULL)
 		return found;
-	found.nr = sfr_restore_nr(r);
+	found.nr = sfr_restore_nr_records(r);
 	found.mem = calloc(found.nr, sizeof(*found.mem));
 	found.len = calloc(found.nr, sizeof(*found.len));
 	for (uint64_t i = 0; i < found.nr; i++) {
@@ -297,8 +297,8 @@ TEST(file_that_shrinks_during_a_load_is_detected)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
 	CHECK_EQ(ftruncate(fd, (off_t)a.records[10].data_off + 5), 0);
-	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr_records(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr_records(r), SFR_FOREVER), SFR_ECORRUPT);
 	CHECK(strstr(sfr_reader_failure(r->reader)->reason, "shorter") != NULL);
 	sfr_restore_free(r);
 	(void)close(fd);
@@ -353,8 +353,8 @@ TEST(reading_records_makes_no_mapping)
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	nr_maps = sfr_inject_count_calls("mmap");
 	CHECK(nr_maps <= 1);
-	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr_records(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr_records(r), SFR_FOREVER), 0);
 	CHECK_EQ(sfr_inject_count_calls("mmap"), nr_maps);
 	CHECK_EQ(sfr_inject_count_calls("munmap"), 0);
 	sfr_restore_free(r);
@@ -371,8 +371,8 @@ TEST(readers_stop_when_everything_is_read)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	bool over = false;
 
-	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr_records(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr_records(r), SFR_FOREVER), 0);
 	for (int ms = 0; !over && ms < 10000; ms++) {
 		(void)usleep(1000);
 		sfr__lock(&r->reader->mu);
@@ -411,8 +411,8 @@ TEST(records_are_found_by_name)
 
 	CHECK_EQ(sfr_restore_find(r, "data/7", 6), 12);
 	CHECK_EQ(sfr_restore_find(r, "data.pkl", 8), 0);
-	CHECK_EQ(sfr_restore_find(r, "data/99", 7), sfr_restore_nr(r));
-	CHECK_EQ(sfr_restore_find(r, "", 0), sfr_restore_nr(r));
+	CHECK_EQ(sfr_restore_find(r, "data/99", 7), sfr_restore_nr_records(r));
+	CHECK_EQ(sfr_restore_find(r, "", 0), sfr_restore_nr_records(r));
 	CHECK(memcmp(sfr_restore_name(r, 12, &len), "data/7", 6) == 0 && len == 6);
 	sfr_restore_free(r);
 	(void)close(fd);
@@ -473,7 +473,7 @@ TEST(bare_records_arrive_where_they_were_wanted)
 		struct sfr_restore *r;
 
 		CHECK_EQ(sfr_restore_new_bare(v, NR_BARE, len, fd, SFR_RESTORE_VERIFY, &r), 0);
-		CHECK_EQ(sfr_restore_nr(r), NR_BARE);
+		CHECK_EQ(sfr_restore_nr_records(r), NR_BARE);
 		CHECK_EQ(sfr_restore_find(r, "w", 1), NR_BARE);
 		for (unsigned i = 0; i < NR_BARE; i++) {
 			CHECK_EQ(sfr_restore_nbytes(r, i), v[i].len);

@@ -46,8 +46,8 @@ static int restore_to_two(int fd)
 	for (uint32_t device = 0; device < 2; device++) {
 		void *stream = fake.fake_cuda_stream((int)device);
 
-		CHECK_EQ(sfr_restore_device(r, device, (uint64_t)(uintptr_t)stream, why,
-					    sizeof(why)),
+		CHECK_EQ(sfr_restore_prepare_device(r, device, (uint64_t)(uintptr_t)stream, why,
+						    sizeof(why)),
 			 0);
 	}
 	for (unsigned i = 0; i < SAVING_NR; i++) {
@@ -55,13 +55,14 @@ static int restore_to_two(int fd)
 		int len = snprintf(name, sizeof(name), "data/%u", i);
 		uint64_t index = sfr_restore_find(r, name, (size_t)len);
 
-		if (CHECK(index < sfr_restore_nr(r)))
-			sfr_restore_into_device(r, index, i % 2,
-						(uint64_t)(uintptr_t)arrived[i] + FAKE_CUDA_DEVICE);
+		if (CHECK(index < sfr_restore_nr_records(r)))
+			sfr_restore_set_device_destination(r, index, i % 2,
+							   (uint64_t)(uintptr_t)arrived[i] +
+								   FAKE_CUDA_DEVICE);
 	}
-	rc = sfr_reader_allow_records(r->reader, sfr_restore_nr(r));
+	rc = sfr_reader_allow_records(r->reader, sfr_restore_nr_records(r));
 	if (rc == 0)
-		rc = sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER);
+		rc = sfr_reader_wait(r->reader, sfr_restore_nr_records(r), SFR_FOREVER);
 	(void)snprintf(reason, sizeof(reason), "%s",
 		       rc < 0 && sfr_reader_failure(r->reader)->reason ?
 			       sfr_reader_failure(r->reader)->reason :
@@ -161,7 +162,7 @@ TEST(error_names_only_the_failed_driver_call)
 		CHECK_EQ(sfr_restore_new(check, fd, 0, &r), 0);
 		fake.fake_cuda_reset();
 		fake.fake_cuda_fail(opening[i], 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
-		CHECK_EQ(sfr_restore_device(r, 0, 0, why, sizeof(why)), -EIO);
+		CHECK_EQ(sfr_restore_prepare_device(r, 0, 0, why, sizeof(why)), -EIO);
 		CHECK(strstr(why, opening[i]) != NULL);
 		sfr_restore_free(r);
 		CHECK_EQ(fake.fake_cuda_live("contexts"), 0);

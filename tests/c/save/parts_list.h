@@ -26,7 +26,7 @@ static inline void add_bytes(struct list *l, const void *bytes, size_t len)
 	memcpy(expected + l->len, bytes, len);
 	l->len += len;
 	if (l->rc == 0)
-		l->rc = sfr_parts_bytes(l->parts, bytes, len);
+		l->rc = sfr_parts_add_bytes(l->parts, bytes, len);
 }
 
 static inline void add_source(struct list *l, const unsigned char *bytes, uint64_t len)
@@ -35,7 +35,7 @@ static inline void add_source(struct list *l, const unsigned char *bytes, uint64
 	l->len += len;
 	l->crcs[l->nr_sources++] = sfr_crc32(0, bytes, len);
 	if (l->rc == 0)
-		l->rc = sfr_parts_source(l->parts, len ? (uint64_t)(uintptr_t)bytes : 0, len);
+		l->rc = sfr_parts_add_source(l->parts, len ? (uint64_t)(uintptr_t)bytes : 0, len);
 }
 
 static inline void add_crc(struct list *l, uint32_t source)
@@ -43,7 +43,7 @@ static inline void add_crc(struct list *l, uint32_t source)
 	memcpy(expected + l->len, &l->crcs[source], 4);
 	l->len += 4;
 	if (l->rc == 0)
-		l->rc = sfr_parts_crc(l->parts, source);
+		l->rc = sfr_parts_add_crc(l->parts, source);
 }
 
 /* Aligns the next source in the file as it is aligned in memory. */

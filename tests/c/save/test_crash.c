@@ -53,7 +53,7 @@ static int finish(struct sfr_ticket *t, const char *name, int value, uint32_t fl
 	struct sfr_report report;
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	(void)sfr_save_confirm(t, -1);
+	(void)sfr_save_give_verdict(t, -1);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	if (report.err.code == 0 && (flags & SFR_SAVE_DURABLE))
@@ -75,7 +75,7 @@ static void remove_name(const char *name)
 
 	CHECK(snprintf(key, sizeof(key), "%s/%s", dir, name) < PATH_MAX);
 	crash_note(CRASH_REMOVED, dir, name, 0);
-	CHECK_EQ(sfr_log_remove(key, NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(key, NULL), 0);
 }
 
 static struct crash_count enumerate(bool durable)
@@ -138,13 +138,13 @@ TEST(concurrent_saves_keep_each_others_files)
 	a = submit(engine, "a", 2, SFR_SAVE_DURABLE);
 	b = submit(engine, "b", 3, SFR_SAVE_DURABLE);
 	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(b, -1), 0);
 	CHECK_EQ(finish(a, "a", 2, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(finish(b, "b", 3, SFR_SAVE_DURABLE), 0);
 	a = submit(engine, "a", 4, SFR_SAVE_DURABLE);
 	b = submit(engine, "a", 5, SFR_SAVE_DURABLE);
 	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(b, -1), 0);
 	CHECK_EQ(finish(a, "a", 4, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(finish(b, "a", 5, SFR_SAVE_DURABLE), 0);
 	end(engine);
@@ -165,7 +165,7 @@ TEST(failed_and_cancelled_saves_keep_durable_files)
 			.call = calls[i], .nth = i == 0 ? 3 : 1, .err = EIO, .limit = -1
 		};
 
-		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		CHECK_EQ(save(engine, "a", 2 + i, SFR_SAVE_DURABLE), -EIO);
 		sfr_inject_clear();
 		remove_name("a"); /* dropped, because the save before it did not become durable */

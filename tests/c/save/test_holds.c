@@ -66,14 +66,14 @@ TEST(save_cancelled_when_ready_is_never_renamed)
 	first = submit(engine, "first", &one);
 	t = submit(engine, "cancelled", &two);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	while (saving_state_of(t) != SFR_READY)
 		(void)sched_yield();
 	hold_next(1);
 	CHECK_EQ(sfr_save_cancel(t), 1);
 	(void)sem_wait(&held); /* stopped before its temporary is removed */
 	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(first, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(first, -1), 0);
 	while (in_the_log(t) != SFR__LOG_RUNNING)
 		(void)sched_yield();
 	(void)sem_post(&may_go);
@@ -106,7 +106,7 @@ TEST(close_waits_for_removes)
 	plain = sfr_sys;
 	hold_next(1);
 	sfr_sys.unlink = held_unlink;
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "gone"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "gone"), NULL), 0);
 	(void)sem_wait(&held);
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
 	CHECK_EQ(saving_content(dir, "gone"), 1);
@@ -219,7 +219,7 @@ TEST(programs_started_during_a_save_inherit_no_descriptor)
 	sfr_check_free(check);
 	(void)close(fd);
 	sfr_log_load_free(load);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "a"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "a"), NULL), 0);
 	saving_end(engine);
 	sfr_sys = plain;
 	CHECK(nr_opened >= 3 && nr_created >= 1);
@@ -254,12 +254,12 @@ TEST(remove_does_not_concern_names_with_the_same_beginning)
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *t = submit(engine, "other", &one); /* the log waits for this save */
 
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "ep1"), NULL), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep1")), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep1/shard")), 0);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep10")), -1);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep")), -1);
-	CHECK_EQ(sfr_log_exists(dir_path(dir, "other/shard")), -1);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "ep1"), NULL), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "ep1")), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "ep1/shard")), 0);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "ep10")), -1);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "ep")), -1);
+	CHECK_EQ(sfr_log_will_exist(dir_path(dir, "other/shard")), -1);
 	saving_done(t);
 	saving_end(engine);
 }
@@ -268,18 +268,18 @@ TEST(remove_does_not_concern_names_with_the_same_beginning)
 TEST(remove_runs_after_a_failed_link)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
-	struct sfr_log_work *link = NULL;
+	struct sfr_external_work *link = NULL;
 	uint64_t number = 0, seq = 0;
 	int after_good = 0;
 
 	CHECK_EQ(saving_save(engine, dir, "old", &one, 0), 0);
-	CHECK_EQ(sfr_log_work_new(dir_path(dir, "last"), SFR_WORK_LINK, &link), 0);
-	CHECK_EQ(sfr_log_work_append(link), 0);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
-	CHECK_EQ(sfr_log_work_next(SFR_FOREVER, &number, &after_good), 0);
+	CHECK_EQ(sfr_external_work_new(dir_path(dir, "last"), SFR_WORK_LINK, &link), 0);
+	CHECK_EQ(sfr_external_work_append(link), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_external_work_take_next(SFR_FOREVER, &number, &after_good), 0);
 	CHECK_EQ(after_good, 1);
-	sfr_log_work_end(link, 0);
-	sfr_log_work_put(link);
+	sfr_external_work_mark_ended(link, 0);
+	sfr_external_work_put(link);
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
 	CHECK_EQ(saving_content(dir, "old"), -1);
 	saving_end(engine);

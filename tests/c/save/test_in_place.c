@@ -48,7 +48,7 @@ TEST(file_has_its_parts_in_order)
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_random(&l, (unsigned)below(120), round < 8 ? 9000 : 2 * MIB);
 		CHECK_EQ(l.rc, 0);
-		CHECK_EQ(sfr_parts_len(l.parts), l.len);
+		CHECK_EQ(sfr_parts_file_len(l.parts), l.len);
 		CHECK_EQ(save(engine, &l,
 			      (round % 2 ? SFR_SAVE_DURABLE : 0) |
 				      (round / 2 % 2 ? SFR_SAVE_UNORDERED : 0)),
@@ -64,11 +64,11 @@ TEST(an_unordered_save_waits_for_nothing_in_the_log)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 8, 2, 2);
 	struct sfr_ticket *behind[2], *t[2];
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	struct list l = { 0 };
 
-	CHECK_EQ(sfr_log_work_new("/in front", SFR_WORK_SAVE, &work), 0);
-	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(sfr_external_work_new("/in front", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_external_work_append(work), 0);
 	for (unsigned i = 0; i < 4; i++) {
 		const uint32_t flags = i < 2 ? 0 : SFR_SAVE_UNORDERED;
 
@@ -86,12 +86,12 @@ TEST(an_unordered_save_waits_for_nothing_in_the_log)
 		sfr_ticket_put(t[i]);
 	}
 	CHECK_EQ(sfr_log_pending(), 3);
-	sfr_log_work_end(work, 1);
+	sfr_external_work_mark_ended(work, 1);
 	for (unsigned i = 0; i < 2; i++) {
 		saving_finish(behind[i]);
 		sfr_ticket_put(behind[i]);
 	}
-	sfr_log_work_put(work);
+	sfr_external_work_put(work);
 	saving_end(engine);
 }
 
@@ -107,7 +107,7 @@ TEST(number_of_unordered_saves_is_bounded)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine_of(4096, 8, 2, 2);
-	CHECK_EQ(sfr_inject_set(&slow), 0);
+	CHECK_EQ(sfr_inject_add_fault(&slow), 0);
 	for (unsigned i = 0; i <= MOST; i++) {
 		const bool last = i == MOST;
 		struct list l = { 0 };
@@ -175,7 +175,7 @@ TEST(a_crc_field_waits_for_its_source)
 		add_source(&l, memory + 1, nr_blocks * 4096);
 		add_crc(&l, 0);
 		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&slow), 0);
+		CHECK_EQ(sfr_inject_add_fault(&slow), 0);
 		CHECK_EQ(save(engine, &l, 0), 0);
 		check_file(&l);
 	}
@@ -311,7 +311,7 @@ TEST(sources_of_parts_count_as_copied_only_when_written)
 		struct sfr_ticket *t = NULL;
 		struct list l = { 0 };
 
-		CHECK_EQ(sfr_inject_set(&slow), 0);
+		CHECK_EQ(sfr_inject_add_fault(&slow), 0);
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_source(&l, memory + 1, 3 * MIB);
 		CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
@@ -384,7 +384,7 @@ TEST(save_owns_its_parts)
 	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
 	CHECK_EQ(new_save(engine, l.parts, 0, &again), -EINVAL);
 	CHECK(again == NULL);
-	CHECK_EQ(sfr_parts_bytes(l.parts, "x", 1), -EINVAL);
+	CHECK_EQ(sfr_parts_add_bytes(l.parts, "x", 1), -EINVAL);
 	sfr_parts_free(l.parts);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_done(t);
@@ -407,16 +407,16 @@ TEST(invalid_parts_are_refused_for_good)
 
 		CHECK_EQ(sfr_parts_new(&parts), 0);
 		if (kind == 0)
-			rc = sfr_parts_crc(parts, 0);
+			rc = sfr_parts_add_crc(parts, 0);
 		if (kind == 1)
-			rc = sfr_parts_source(parts, 0, 1);
+			rc = sfr_parts_add_source(parts, 0, 1);
 		if (kind == 2)
-			rc = sfr_parts_tensor(parts, &tensor);
+			rc = sfr_parts_add_tensor(parts, &tensor);
 		if (kind == 3)
-			rc = sfr_parts_source(parts, 1, UINT64_C(1) << 63);
+			rc = sfr_parts_add_source(parts, 1, UINT64_C(1) << 63);
 		CHECK_EQ(rc, kind == 3 ? -EFBIG : -EINVAL);
-		CHECK_EQ(sfr_parts_bytes(parts, "x", 1), rc);
-		CHECK_EQ(sfr_parts_tensor(parts, &tensor), rc);
+		CHECK_EQ(sfr_parts_add_bytes(parts, "x", 1), rc);
+		CHECK_EQ(sfr_parts_add_tensor(parts, &tensor), rc);
 		CHECK_EQ(new_save(engine, parts, 0, &t), rc);
 		CHECK(t == NULL);
 		sfr_parts_free(parts);

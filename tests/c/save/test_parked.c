@@ -247,7 +247,7 @@ TEST(save_fails_without_memory_for_a_buffer)
 	add_crc(&l, 0);
 	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
 	sfr_parts_free(l.parts);
-	CHECK_EQ(sfr_inject_set(&none), 0);
+	CHECK_EQ(sfr_inject_add_fault(&none), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_finish(t);
 	sfr_inject_clear();

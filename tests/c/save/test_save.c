@@ -62,7 +62,7 @@ TEST(wait_for_the_copies_may_begin_before_the_save_does)
 	CHECK_EQ(saving_submit(awaited), 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(rc, 0);
-	CHECK_EQ(sfr_save_confirm(awaited, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(awaited, -1), 0);
 	saving_finish(awaited);
 	CHECK_EQ(saving_content(dir, "a"), 1);
 	sfr_ticket_put(awaited);
@@ -79,7 +79,7 @@ TEST(two_saves_at_a_time_share_a_pool_of_one_block)
 	CHECK_EQ(saving_submit(a), 0);
 	CHECK_EQ(saving_submit(b), 0);
 	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(b, -1), 0);
 	saving_finish(a);
 	saving_finish(b);
 	CHECK_EQ(saving_content(dir, "a"), 1);
@@ -100,8 +100,8 @@ TEST(the_rename_waits_for_the_verdict_and_later_verdicts_are_ignored)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 50 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(saving_content(dir, "a"), 1);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	CHECK_EQ(sfr_save_confirm(t, 3), SFR_ESTATE);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, 3), SFR_ESTATE);
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
@@ -121,7 +121,7 @@ TEST(a_torn_verdict_fails_the_save_and_leaves_the_old_file)
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 	t = saving_started(engine, dir, "a", &two, SFR_SAVE_DURABLE);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, 4), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, 4), 0);
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_FAILED);
@@ -196,7 +196,7 @@ TEST(write_after_the_copy_does_not_fail_the_save)
 	t = saving_started(engine, dir, "a", &s, SFR_SAVE_CHECK_BYTES);
 	memset(s.bytes[0], 9, sizeof(s.bytes[0])); /* captured */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	memset(s.bytes, 9, sizeof(s.bytes));
 	saving_finish(t);
 	sfr_inject_clear();
@@ -218,7 +218,7 @@ TEST(a_save_can_be_cancelled_until_the_rename)
 		CHECK_EQ(saving_submit(t), 0);
 		if (at == 3) {
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-			CHECK_EQ(sfr_save_confirm(t, -1), 0);
+			CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 		}
 		CHECK_EQ(sfr_save_cancel(t), 1);
 		CHECK_EQ(sfr_save_cancel(t), 1);
@@ -330,7 +330,7 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	struct sfr_stats stats;
 
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
-	sfr_slot_launched(slot);
+	sfr_slot_mark_launched(slot);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.saves_in_flight, 1);
 	CHECK_EQ(sfr_slot_take(engine, 0, 1000 * 1000, &other), SFR_EAGAIN);
@@ -339,7 +339,7 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sfr_slot_take(engine, SFR_SAVE_NESTED, SFR_FOREVER, &other), 0);
-	sfr_slot_put(other);
+	sfr_slot_free(other);
 	sfr_slot_give_back(slot);
 	sfr_slot_give_back(slot);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
@@ -347,8 +347,8 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	CHECK_EQ(stats.saves_total, 2);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_done(t);
-	sfr_slot_put(slot);
-	sfr_slot_put(NULL);
+	sfr_slot_free(slot);
+	sfr_slot_free(NULL);
 	saving_end(engine);
 }
 
@@ -361,7 +361,7 @@ TEST(unordered_saves_of_a_larger_save_use_no_slot_of_their_own)
 	struct sfr_stats stats;
 
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
-	sfr_slot_launched(slot);
+	sfr_slot_mark_launched(slot);
 	t[0] = saving_started(engine, dir, "a", &one, SFR_SAVE_UNORDERED);
 	t[1] = saving_started(engine, dir, "b", &one, SFR_SAVE_UNORDERED);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
@@ -369,7 +369,7 @@ TEST(unordered_saves_of_a_larger_save_use_no_slot_of_their_own)
 	CHECK_EQ(stats.saves_total, 1);
 	saving_done(t[0]);
 	saving_done(t[1]);
-	sfr_slot_put(slot);
+	sfr_slot_free(slot);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.saves_in_flight, 0);
 	CHECK_EQ(stats.saves_total, 1);
@@ -401,7 +401,7 @@ TEST(save_does_not_wait_for_a_slot_that_its_own_thread_has)
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.over_slots, 1);
 	sfr_ticket_put(t);
-	sfr_slot_put(slot);
+	sfr_slot_free(slot);
 	saving_end(engine);
 }
 
@@ -411,10 +411,10 @@ TEST(close_waits_for_launched_slots_only_of_its_own_thread)
 	struct sfr_slot *slot, *late;
 
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
-	sfr_slot_launched(slot);
+	sfr_slot_mark_launched(slot);
 	CHECK_EQ(sfr_engine_close(engine, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &late), SFR_ECLOSED);
-	sfr_slot_put(slot);
+	sfr_slot_free(slot);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	saving_end(engine);
 
@@ -422,7 +422,7 @@ TEST(close_waits_for_launched_slots_only_of_its_own_thread)
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0); /* as a signal handler would */
 	saving_end(engine);
-	sfr_slot_put(slot); /* the last reference */
+	sfr_slot_free(slot); /* the last reference */
 }
 
 TEST(a_closed_engine_refuses_saves_and_close_may_be_called_again)

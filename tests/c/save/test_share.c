@@ -281,8 +281,8 @@ TEST(one_block_is_enough_for_several_copying_threads)
 		second = submit(engine, "b.pt", SFR_SAVE_CHECK_BYTES);
 		CHECK_EQ(sfr_save_wait(second, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 		CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-		CHECK_EQ(sfr_save_confirm(first, -1), 0);
-		CHECK_EQ(sfr_save_confirm(second, -1), 0);
+		CHECK_EQ(sfr_save_give_verdict(first, -1), 0);
+		CHECK_EQ(sfr_save_give_verdict(second, -1), 0);
 		CHECK_EQ(sfr_save_wait(first, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 		CHECK_EQ(sfr_save_wait(second, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 		for (int i = 0; i < 4; i++) /* two of each kind */
@@ -369,12 +369,12 @@ TEST(shared_work_is_served_by_rank_and_then_by_age)
 	for (int i = 0; i < 4; i++, at = at->next)
 		CHECK(at == &works[order[i]]);
 	CHECK(at == NULL);
-	sfr__shared_remove_locked(engine, &works[2]); /* the last one */
-	sfr__shared_remove_locked(engine, &works[1]); /* the first one */
+	sfr__shared_work_remove_locked(engine, &works[2]); /* the last one */
+	sfr__shared_work_remove_locked(engine, &works[1]); /* the first one */
 	CHECK(engine->shared == &works[3] && works[3].next == &works[0] && works[0].next == NULL);
-	sfr__shared_remove_locked(engine, &works[1]); /* not in the list: nothing happens */
-	sfr__shared_remove_locked(engine, &works[3]);
-	sfr__shared_remove_locked(engine, &works[0]);
+	sfr__shared_work_remove_locked(engine, &works[1]); /* not in the list: nothing happens */
+	sfr__shared_work_remove_locked(engine, &works[3]);
+	sfr__shared_work_remove_locked(engine, &works[0]);
 	CHECK(engine->shared == NULL);
 	sfr__unlock(&engine->mu);
 	saving_end(engine);

@@ -130,7 +130,7 @@ static void save_one(struct saver *s, unsigned save)
 	if (fate == 0)
 		(void)sfr_save_cancel(t); /* the save may have ended already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	(void)sfr_save_confirm(t, -1);
+	(void)sfr_save_give_verdict(t, -1);
 	if (fate == 1)
 		(void)sfr_engine_trim(s->engine);
 	if (fate == 2)
@@ -248,13 +248,13 @@ TEST(nested_save_completes_while_the_interrupted_one_waits_for_blocks)
 	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* one of its blocks is with the writer */
 	nested = saving_started(engine, dir, "nested", &one, SFR_SAVE_NESTED);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(nested, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(nested, -1), 0);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(saving_content(dir, "nested"), 1);
 	CHECK_EQ(sfr_save_capture(outer, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_launch(outer), 0);
 	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(outer, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(outer, -1), 0);
 	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	sfr_inject_clear();
 	CHECK_EQ(saving_content(dir, "outer"), 1);
@@ -273,19 +273,19 @@ TEST(save_that_waits_in_the_log_leaves_the_last_block_to_a_snapshot)
 	const struct sfr_source source = { .nbytes = BLOCK };
 	char key[PATH_MAX];
 	struct sfr_snapshot *snapshot;
-	struct sfr_log_work *work;
+	struct sfr_external_work *work;
 	struct sfr_ticket *t;
 
 	(void)snprintf(key, sizeof(key), "%s/elsewhere", dir);
-	CHECK_EQ(sfr_log_work_new(key, SFR_WORK_SAVE, &work), 0);
-	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(sfr_external_work_new(key, SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_external_work_append(work), 0);
 	t = saving_started(engine, dir, "behind", &one, 0);
 	CHECK_EQ(sfr_snapshot_new(engine, &source, 1, 0, &snapshot), 0);
 	CHECK_EQ(sfr_snapshot_lease(snapshot, UINT64_C(20000000000)), 0);
-	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_remove_view(snapshot);
 	sfr_snapshot_put(snapshot);
-	sfr_log_work_end(work, 1);
-	sfr_log_work_put(work);
+	sfr_external_work_mark_ended(work, 1);
+	sfr_external_work_put(work);
 	saving_done(t);
 	saving_end(engine);
 	CHECK_EQ(saving_content(dir, "behind"), 1);
@@ -305,13 +305,13 @@ TEST(save_does_not_end_before_its_last_writer_has_left)
 	sfr__lock(&engine->mu);
 	t->work.nr_jobs++; /* this thread acts as the writer */
 	sfr__unlock(&engine->mu);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	while (t->facts.written_nbytes < t->plan.img.len)
 		;
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
 	sfr__lock(&engine->mu);
 	t->work.nr_jobs--;
-	sfr__ticket_advance_locked(t);
+	sfr__ticket_advance_state_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	/* The report needs none of this memory. */

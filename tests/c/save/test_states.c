@@ -27,11 +27,11 @@ TEST(save_reports_staged_until_every_block_is_written)
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-	CHECK_EQ(sfr_inject_set(&stuck), 0);
+	CHECK_EQ(sfr_inject_add_fault(&stuck), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(saving_state_of(t), SFR_STAGING);
-	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 	CHECK_EQ(saving_state_of(t), SFR_STAGED);
 	CHECK_EQ(sfr_inject_remove_fault(&stuck), 0);
 	saving_finish(t);
@@ -50,7 +50,7 @@ TEST(report_says_that_a_directory_could_not_be_synced)
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &t), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_finish(t);
 	CHECK_EQ(sfr_inject_remove_fault(&fault), 0);
@@ -72,7 +72,7 @@ TEST(lane_goes_on_after_waiting_for_a_block)
 	unsigned nr = 0;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-	CHECK_EQ(sfr_inject_set(&stuck), 0); /* no captured block comes back */
+	CHECK_EQ(sfr_inject_add_fault(&stuck), 0); /* no captured block comes back */
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
 	while (sfr__pool_get(engine->pool, 0, SAVING_BLOCK, 0, &blocks[nr]) == 0)
@@ -162,7 +162,7 @@ TEST(storage_of_several_chunks_is_copied_completely)
 	sfr_snapshot_memory(s, &base, &len);
 	for (uint32_t i = 0; i < 2; i++)
 		CHECK(memcmp(base + sfr_snapshot_offset(s, i), large[i], LEN) == 0);
-	sfr_snapshot_unview(s);
+	sfr_snapshot_remove_view(s);
 	sfr_snapshot_put(s);
 	free_engine(engine);
 }

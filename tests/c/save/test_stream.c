@@ -47,7 +47,7 @@ enum { MOST_HELD = 40, NR_GIVERS = 3 };
 static struct {
 	pthread_mutex_t mu;
 	pthread_cond_t cv;
-	struct sfr_piece pieces[MOST_HELD];
+	struct sfr_file_piece pieces[MOST_HELD];
 	unsigned nr, permits; /* pieces; how many of them may be given back */
 	bool over;            /* no more will come */
 
@@ -64,7 +64,7 @@ static void *give_main(void *unused)
 
 	(void)pthread_mutex_lock(&bag.mu);
 	while (!bag.over || bag.nr != 0) {
-		struct sfr_piece piece;
+		struct sfr_file_piece piece;
 		unsigned i;
 
 		if (bag.nr == 0 || (bag.permits == 0 && !bag.over)) {
@@ -93,7 +93,7 @@ static void permit(unsigned nr)
 	(void)pthread_mutex_unlock(&bag.mu);
 }
 
-static void put_into_bag(struct sfr_piece *piece)
+static void put_into_bag(struct sfr_file_piece *piece)
 {
 	bool full;
 
@@ -118,15 +118,15 @@ static void check_leases(struct sfr_ticket *t)
 static void *take_main(void *unused)
 {
 	uint64_t random = 1;
-	struct sfr_piece piece;
+	struct sfr_file_piece piece;
 	int rc;
 
 	(void)unused;
 	do {
-		rc = sfr_stream_next(bag.t, 0, &piece);
+		rc = sfr_stream_take_next_piece(bag.t, 0, &piece);
 		if (rc == SFR_EAGAIN) { /* everything may be with us */
 			permit(MOST_HELD);
-			rc = sfr_stream_next(bag.t, PATIENCE_NS, &piece);
+			rc = sfr_stream_take_next_piece(bag.t, PATIENCE_NS, &piece);
 		}
 		if (rc < 0)
 			break;
@@ -175,9 +175,11 @@ static int end_of_taking(void)
  * it. Returns its code. */
 static int stream_save(struct sfr_ticket *t)
 {
-	const struct sfr_stream streams[] = { { .device = 0 }, { .device = 1 }, { .device = 2 } };
+	const struct sfr_device_stream streams[] = { { .device = 0 },
+						     { .device = 1 },
+						     { .device = 2 } };
 	struct sfr_report report;
-	int rc = sfr_save_begin(t, streams, 3);
+	int rc = sfr_save_begin_transfers(t, streams, 3);
 
 	if (rc == 0)
 		rc = sfr_save_admit(t, SFR_FOREVER);
@@ -388,11 +390,11 @@ static void fill_deferred(unsigned char value)
 }
 
 /* Takes a piece, and copies it to `got`. */
-static struct sfr_piece taken(struct sfr_ticket *t)
+static struct sfr_file_piece taken(struct sfr_ticket *t)
 {
-	struct sfr_piece piece = { 0 };
+	struct sfr_file_piece piece = { 0 };
 
-	CHECK_EQ(sfr_stream_next(t, PATIENCE_NS, &piece), 0);
+	CHECK_EQ(sfr_stream_take_next_piece(t, PATIENCE_NS, &piece), 0);
 	if (piece.len != 0)
 		memcpy(got + piece.off, piece.mem, piece.len);
 	return piece;
@@ -402,7 +404,7 @@ TEST(each_block_given_back_lets_one_more_be_taken)
 {
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct sfr_engine *engine = saving_engine(nr_blocks, 1, 2);
-		struct sfr_piece held[3], piece;
+		struct sfr_file_piece held[3], piece;
 		struct sfr_ticket *t;
 
 		fill_deferred(1);
@@ -411,12 +413,13 @@ TEST(each_block_given_back_lets_one_more_be_taken)
 		for (unsigned i = 0; i < nr_blocks; i++)
 			held[i] = taken(t);
 		for (unsigned i = 0; i < 3; i++) {
-			CHECK_EQ(sfr_stream_next(t, 10 * 1000 * 1000, &piece), SFR_EAGAIN);
+			CHECK_EQ(sfr_stream_take_next_piece(t, 10 * 1000 * 1000, &piece),
+				 SFR_EAGAIN);
 			sfr_stream_give_back(t, &held[i % nr_blocks]);
 			sfr_stream_give_back(t, &held[i % nr_blocks]); /* is given back already */
 			held[i % nr_blocks] = taken(t);
 		}
-		CHECK_EQ(sfr_stream_next(t, 10 * 1000 * 1000, &piece), SFR_EAGAIN);
+		CHECK_EQ(sfr_stream_take_next_piece(t, 10 * 1000 * 1000, &piece), SFR_EAGAIN);
 		CHECK_EQ(sfr_save_cancel(t), 1);
 		for (unsigned i = 0; i < nr_blocks; i++)
 			sfr_stream_give_back(t, &held[i]);
@@ -429,9 +432,9 @@ TEST(each_block_given_back_lets_one_more_be_taken)
 }
 
 /* Takes and gives back every piece of a launched save, up to the end, which it returns. */
-static struct sfr_piece take_up_to_end(struct sfr_ticket *t)
+static struct sfr_file_piece take_up_to_end(struct sfr_ticket *t)
 {
-	struct sfr_piece piece = taken(t);
+	struct sfr_file_piece piece = taken(t);
 
 	bag.len = 0;
 	while (piece.len != 0) {
@@ -447,9 +450,9 @@ static struct sfr_piece take_up_to_end(struct sfr_ticket *t)
 
 static void check_end_comes_again(struct sfr_ticket *t)
 {
-	struct sfr_piece piece;
+	struct sfr_file_piece piece;
 
-	CHECK_EQ(sfr_stream_next(t, 0, &piece), 0);
+	CHECK_EQ(sfr_stream_take_next_piece(t, 0, &piece), 0);
 	CHECK_EQ(piece.len, 0);
 	CHECK_EQ(piece.off, t->plan.img.len);
 	CHECK(piece.owner == NULL);
@@ -459,10 +462,10 @@ static void check_end_comes_again(struct sfr_ticket *t)
 /* Takes everything of a save that is launched, and checks its end. */
 static void check_end(struct sfr_ticket *t)
 {
-	struct sfr_piece piece = take_up_to_end(t);
+	struct sfr_file_piece piece = take_up_to_end(t);
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	(void)sfr_save_confirm(t, -1); /* refused if nothing is deferred */
+	(void)sfr_save_give_verdict(t, -1); /* refused if nothing is deferred */
 	check_end_comes_again(t);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 10 * 1000 * 1000), SFR_EAGAIN);
@@ -524,15 +527,15 @@ TEST(save_to_a_stream_ends_only_when_its_end_piece_is_given_back)
 TEST(only_an_admitted_stream_has_pieces)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
-	struct sfr_piece piece;
+	struct sfr_file_piece piece;
 	struct sfr_ticket *t;
 
 	fill_deferred(1);
 	t = torch_stream(engine, 0);
-	CHECK_EQ(sfr_stream_next(t, 1000 * 1000, &piece), SFR_EAGAIN);
+	CHECK_EQ(sfr_stream_take_next_piece(t, 1000 * 1000, &piece), SFR_EAGAIN);
 	sfr_ticket_put(t);
 	t = saving_started(engine, dir, "b", &torch, 0);
-	CHECK_EQ(sfr_stream_next(t, SFR_FOREVER, &piece), SFR_ESTATE);
+	CHECK_EQ(sfr_stream_take_next_piece(t, SFR_FOREVER, &piece), SFR_ESTATE);
 	saving_done(t);
 	saving_end(engine);
 }
@@ -542,13 +545,13 @@ TEST(only_an_admitted_stream_has_pieces)
 enum way { CANCELLED, TORN };
 
 /* Ends a save that has begun to fail, of which the caller has pieces. */
-static void check_failed(struct sfr_ticket *t, struct sfr_piece *held, unsigned nr, int code)
+static void check_failed(struct sfr_ticket *t, struct sfr_file_piece *held, unsigned nr, int code)
 {
 	struct sfr_engine *engine = t->engine;
 	struct sfr_report report;
-	struct sfr_piece piece;
+	struct sfr_file_piece piece;
 
-	CHECK_EQ(sfr_stream_next(t, SFR_FOREVER, &piece), SFR_ESTATE);
+	CHECK_EQ(sfr_stream_take_next_piece(t, SFR_FOREVER, &piece), SFR_ESTATE);
 	if (nr != 0)
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 1000 * 1000), SFR_EAGAIN);
 	while (nr-- > 0) {
@@ -562,7 +565,7 @@ static void check_failed(struct sfr_ticket *t, struct sfr_piece *held, unsigned 
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.err.code, code);
-	CHECK_EQ(sfr_stream_next(t, SFR_FOREVER, &piece), SFR_ESTATE);
+	CHECK_EQ(sfr_stream_take_next_piece(t, SFR_FOREVER, &piece), SFR_ESTATE);
 	check_all_is_back(engine);
 	sfr_ticket_put(t);
 }
@@ -571,7 +574,7 @@ static void check_failed(struct sfr_ticket *t, struct sfr_piece *held, unsigned 
  * last one was the end. */
 static bool fail_after(struct sfr_ticket *t, unsigned nr, unsigned most, enum way way)
 {
-	struct sfr_piece held[MOST_HELD];
+	struct sfr_file_piece held[MOST_HELD];
 	unsigned nr_held = 0;
 	bool ended = false;
 
@@ -585,7 +588,7 @@ static bool fail_after(struct sfr_ticket *t, unsigned nr, unsigned most, enum wa
 	}
 	if (way == TORN && most == MOST_HELD) { /* all blocks are there */
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-		CHECK_EQ(sfr_save_confirm(t, 3), 0);
+		CHECK_EQ(sfr_save_give_verdict(t, 3), 0);
 		check_failed(t, held, nr_held, SFR_ETORN);
 	} else {
 		CHECK_EQ(sfr_save_cancel(t), 1);
@@ -662,7 +665,7 @@ TEST(cancel_frees_all_blocks_of_a_stream_that_nobody_has_taken)
 	for (unsigned format = 0; format < 3; format++) {
 		struct sfr_ticket *t = launched(failing_save(engine, format));
 		const struct sfr__job *tail = sfr__ticket_job(t, SFR__JOB_TAIL);
-		struct sfr_piece piece = { 0 };
+		struct sfr_file_piece piece = { 0 };
 
 		if (t->plan.in_place)
 			piece = taken(t); /* its last blocks come when others are given back */
@@ -680,7 +683,7 @@ TEST(save_abandoned_in_its_call_ends_when_all_pieces_are_given_back)
 	for (unsigned nr_blocks = 1; nr_blocks <= 2; nr_blocks++)
 		for (unsigned nr = 0; nr <= nr_blocks; nr++) {
 			struct sfr_engine *engine = saving_engine(nr_blocks, 1, 2);
-			struct sfr_piece held[2];
+			struct sfr_file_piece held[2];
 			struct sfr_ticket *t;
 
 			saving_fill(&torch, 1); /* 20,000 bytes are captured: three blocks */
@@ -737,7 +740,7 @@ TEST(save_fails_without_memory_for_the_directory)
 	CHECK_EQ(sfr_engine_warm_up(engine, 3 * SAVING_BLOCK), 0);
 	fill_deferred(1);
 	t = torch_stream(engine, 0);
-	CHECK_EQ(sfr_inject_set(&none), 0);
+	CHECK_EQ(sfr_inject_add_fault(&none), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	begin_to_take(t);
 	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
@@ -768,7 +771,7 @@ TEST(stream_makes_no_file)
 		CHECK_EQ(sfr_inject_install(), 0);
 		engine = saving_engine(2, 1, 2);
 		fill_deferred(1);
-		CHECK_EQ(sfr_inject_set(&refused), 0);
+		CHECK_EQ(sfr_inject_add_fault(&refused), 0);
 		CHECK_EQ(stream_save(torch_stream(engine, SFR_SAVE_DURABLE)), 0);
 		CHECK_EQ(sfr_inject_hits(), 0);
 		sfr_inject_clear();
@@ -836,7 +839,7 @@ TEST(save_that_is_ending_has_no_jobs_any_more)
 {
 	for (unsigned cancel = 0; cancel < 2; cancel++) {
 		struct sfr_engine *engine;
-		struct sfr_piece piece;
+		struct sfr_file_piece piece;
 		struct sfr_ticket *t;
 
 		plain = sfr_sys;
@@ -851,7 +854,7 @@ TEST(save_that_is_ending_has_no_jobs_any_more)
 		if (cancel)
 			CHECK_EQ(sfr_save_cancel(t), 1);
 		else
-			CHECK_EQ(sfr_save_confirm(t, -1), 0);
+			CHECK_EQ(sfr_save_give_verdict(t, -1), 0);
 		sfr_stream_give_back(t, &piece);
 		while (!freed)
 			(void)usleep(100);
@@ -870,7 +873,7 @@ TEST(save_that_is_ending_has_no_jobs_any_more)
 TEST(forked_child_takes_and_gives_back_nothing)
 {
 	struct sfr_engine *engine = saving_engine(2, 1, 2);
-	struct sfr_piece piece, other;
+	struct sfr_file_piece piece, other;
 	struct sfr_ticket *t;
 	int status = -1;
 	pid_t child;
@@ -880,7 +883,7 @@ TEST(forked_child_takes_and_gives_back_nothing)
 	piece = taken(t);
 	child = fork();
 	if (child == 0) {
-		bool ok = sfr_stream_next(t, SFR_FOREVER, &other) == SFR_EFORK;
+		bool ok = sfr_stream_take_next_piece(t, SFR_FOREVER, &other) == SFR_EFORK;
 
 		sfr_stream_give_back(t, &piece);
 		_exit(ok && piece.owner != NULL && t->facts.written_nbytes == 0 ? 0 : 1);

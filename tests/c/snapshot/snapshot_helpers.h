@@ -83,7 +83,7 @@ static inline int take_nbytes(struct sfr_engine *engine, uint64_t nbytes, struct
 
 static inline void drop(struct sfr_snapshot *s)
 {
-	sfr_snapshot_unview(s);
+	sfr_snapshot_remove_view(s);
 	sfr_snapshot_put(s);
 }
 

@@ -11,11 +11,11 @@ TEST(lease_waits_only_for_memory_that_returns_by_itself)
 	CHECK_EQ(take_nbytes(engine, 3 * BLOCK, &one), 0);
 	CHECK_EQ(sfr_snapshot_start(one), 0);
 	CHECK_EQ(take_nbytes(engine, 2 * BLOCK, &two), SFR_EEXHAUSTED);
-	CHECK_EQ(sfr_snapshot_hold(one), 0);
-	sfr_snapshot_unview(one);
+	CHECK_EQ(sfr_snapshot_add_hold(one), 0);
+	sfr_snapshot_remove_view(one);
 	/* Now only a process holds it, which ends by itself. */
 	CHECK_EQ(sfr_snapshot_lease(two, 0), SFR_EAGAIN);
-	sfr_snapshot_unhold(one);
+	sfr_snapshot_remove_hold(one);
 	CHECK_EQ(sfr_snapshot_lease(two, 0), 0);
 	CHECK_EQ(sfr_snapshot_lease(two, 0), SFR_ESTATE);
 	drop(two);
@@ -34,8 +34,8 @@ TEST(request_for_a_block_fails_while_snapshots_hold_all_blocks)
 
 	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
-	sfr__pool_set_held(pool, &lease, false);
-	sfr__pool_set_held(pool, &lease, false); /* may be called twice */
+	sfr__pool_set_user_held(pool, &lease, false);
+	sfr__pool_set_user_held(pool, &lease, false); /* may be called twice */
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
 	sfr__pool_unlease(pool, &lease);
 	sfr__pool_unlease(pool, &lease);
@@ -116,11 +116,11 @@ TEST(waiting_request_fails_when_the_memory_becomes_held)
 	char *addr;
 
 	CHECK_EQ(sfr__pool_lease(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
-	sfr__pool_set_held(client.pool, &lease, false); /* it will come back by itself */
+	sfr__pool_set_user_held(client.pool, &lease, false); /* it will come back by itself */
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
 		(void)usleep(200);
-	sfr__pool_set_held(client.pool, &lease, true);
+	sfr__pool_set_user_held(client.pool, &lease, true);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, SFR_EEXHAUSTED);
 	sfr__pool_unlease(client.pool, &lease);
@@ -258,7 +258,7 @@ TEST(memory_of_a_run_is_made_by_several_threads)
 			CHECK_EQ(sfr__pool_warm_up(pool, 8 * MIB), 0);
 		fault.nth = refused;
 		if (refused > 0)
-			CHECK_EQ(sfr_inject_set(&fault), 0);
+			CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 		started = sfr_inject_count_calls("thread_create");
 		CHECK_EQ(sfr__pool_lease(pool, lens, 2, false, 0, 0, addrs, &lease), 0);
 		CHECK_EQ(sfr_inject_count_calls("thread_create") - started,
@@ -331,20 +331,20 @@ TEST(request_waits_for_a_shared_block_only_when_no_user_holds_it)
 
 	CHECK_EQ(leave(engine, 100, &one), 0);
 	CHECK_EQ(leave(engine, 100, &two), 0);
-	CHECK_EQ(sfr_snapshot_hold(one), 0);
-	sfr_snapshot_unview(one); /* only a hold is left, which ends by itself */
+	CHECK_EQ(sfr_snapshot_add_hold(one), 0);
+	sfr_snapshot_remove_view(one); /* only a hold is left, which ends by itself */
 	CHECK_EQ(take_nbytes(engine, BLOCK, &all), SFR_EEXHAUSTED);
-	CHECK_EQ(sfr_snapshot_hold(two), 0);
-	sfr_snapshot_unview(two);
+	CHECK_EQ(sfr_snapshot_add_hold(two), 0);
+	sfr_snapshot_remove_view(two);
 	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
 	CHECK_EQ(leave(engine, 100, &three), 0);
 	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EEXHAUSTED);
-	sfr_snapshot_will_return(three, 1);
+	sfr_snapshot_set_will_return(three, 1);
 	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
 	drop(three);
-	sfr_snapshot_unhold(one);
+	sfr_snapshot_remove_hold(one);
 	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
-	sfr_snapshot_unhold(two);
+	sfr_snapshot_remove_hold(two);
 	CHECK_EQ(sfr_snapshot_lease(all, 0), 0);
 	drop(all);
 	sfr_snapshot_put(one);
@@ -387,7 +387,7 @@ TEST(a_lot_that_gets_no_memory_leaves_nothing)
 		check_end_fault(&run);
 		CHECK_EQ(leased(engine), rc == 0 ? BLOCK : 0);
 		if (rc == 0)
-			sfr_snapshot_unview(one);
+			sfr_snapshot_remove_view(one);
 		sfr_snapshot_put(one);
 	}
 	CHECK_EQ(leased(engine), 0);

@@ -45,7 +45,7 @@ TEST(gate_and_reader_wait_for_a_running_copy)
 	int64_t torn;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&still), 0);
+	CHECK_EQ(sfr_inject_add_fault(&still), 0);
 	fill(7);
 	describe(sources, true);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
@@ -224,8 +224,8 @@ TEST(released_snapshot_stops_copying)
 	struct sfr_snapshot *s = begin_large(engine);
 	int64_t torn;
 
-	sfr_snapshot_unview(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 1); /* it is still being written to */
+	sfr_snapshot_remove_view(s);
+	CHECK_EQ(sfr_snapshot_is_leased(s), 1); /* it is still being written to */
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
@@ -233,7 +233,7 @@ TEST(released_snapshot_stops_copying)
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK_EQ(nr_by_waiter, 0);
 	take_notice(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 0);
+	CHECK_EQ(sfr_snapshot_is_leased(s), 0);
 	CHECK_EQ(leased(engine), 0);
 	sfr_snapshot_put(s);
 	sfr_engine_put(engine); /* its threads use the table */
@@ -249,18 +249,18 @@ TEST(memory_stays_for_views_and_holds)
 
 	CHECK_EQ(take_nbytes(engine, BLOCK, &s), 0);
 	CHECK_EQ(sfr_snapshot_start(s), 0);
-	CHECK_EQ(sfr_snapshot_view(s), 0);
-	CHECK_EQ(sfr_snapshot_hold(s), 0);
-	sfr_snapshot_unview(s);
-	sfr_snapshot_unview(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 1);
-	CHECK_EQ(sfr_snapshot_hold(s), 0);
-	sfr_snapshot_unhold(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 1);
-	sfr_snapshot_unhold(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 0);
-	CHECK_EQ(sfr_snapshot_hold(s), SFR_ESTATE);
-	CHECK_EQ(sfr_snapshot_view(s), SFR_ESTATE);
+	CHECK_EQ(sfr_snapshot_add_view(s), 0);
+	CHECK_EQ(sfr_snapshot_add_hold(s), 0);
+	sfr_snapshot_remove_view(s);
+	sfr_snapshot_remove_view(s);
+	CHECK_EQ(sfr_snapshot_is_leased(s), 1);
+	CHECK_EQ(sfr_snapshot_add_hold(s), 0);
+	sfr_snapshot_remove_hold(s);
+	CHECK_EQ(sfr_snapshot_is_leased(s), 1);
+	sfr_snapshot_remove_hold(s);
+	CHECK_EQ(sfr_snapshot_is_leased(s), 0);
+	CHECK_EQ(sfr_snapshot_add_hold(s), SFR_ESTATE);
+	CHECK_EQ(sfr_snapshot_add_view(s), SFR_ESTATE);
 	sfr_snapshot_put(s);
 	sfr_engine_put(engine);
 }
@@ -293,8 +293,8 @@ static int exit_of_child(struct sfr_snapshot *s, const struct sfr_source *source
 		sfr_snapshot_memory(s, &base, &len);
 		there = is_readable(base) && holds(s, sources, 5);
 		if (sfr_snapshot_wait(s, 0, &torn) != SFR_EFORK ||
-		    sfr_snapshot_hold(s) != SFR_EFORK || sfr_snapshot_view(s) != SFR_EFORK ||
-		    sfr_snapshot_leased(s) != SFR_EFORK)
+		    sfr_snapshot_add_hold(s) != SFR_EFORK ||
+		    sfr_snapshot_add_view(s) != SFR_EFORK || sfr_snapshot_is_leased(s) != SFR_EFORK)
 			_exit(2);
 		drop(s);
 		_exit(there ? 1 : 0);
@@ -345,10 +345,10 @@ TEST(processes_with_the_descriptor_can_map_a_shared_snapshot)
 	/* so that the next one does not begin at 0 */
 	CHECK_EQ(take(engine, &big, 1, 0, &first), 0);
 	CHECK_EQ(sfr_snapshot_new(engine, sources, NR, 0, &s), 0);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE);
+	CHECK_EQ(sfr_snapshot_locate_in_file(s, &fd, &off), SFR_ESTATE);
 	CHECK_EQ(sfr_snapshot_lease(s, 0), 0);
 	CHECK_EQ(sfr_snapshot_start(s), 0);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), 0);
+	CHECK_EQ(sfr_snapshot_locate_in_file(s, &fd, &off), 0);
 	CHECK(off == 3 * BLOCK);
 	sfr_snapshot_memory(s, &base, &len);
 	seen = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, (off_t)off);
@@ -359,14 +359,15 @@ TEST(processes_with_the_descriptor_can_map_a_shared_snapshot)
 	CHECK(holds(s, sources, 5));
 	CHECK_EQ(exit_of_child(s, sources), 0); /* a forked child has none of the memory */
 	CHECK_EQ(munmap(seen, len), 0);
-	sfr_snapshot_unview(s);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* the memory has been returned */
+	sfr_snapshot_remove_view(s);
+	CHECK_EQ(sfr_snapshot_locate_in_file(s, &fd, &off),
+		 SFR_ESTATE); /* the memory has been returned */
 	sfr_snapshot_put(s);
 	drop(first);
 	sfr_engine_put(engine);
 	engine = make_engine(NR_BLOCKS);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* the memory is private */
+	CHECK_EQ(sfr_snapshot_locate_in_file(s, &fd, &off), SFR_ESTATE); /* the memory is private */
 	drop(s);
 	sfr_engine_put(engine);
 }
@@ -391,7 +392,7 @@ TEST(a_closed_engine_keeps_the_pool_for_its_snapshots)
 	CHECK(leased(engine) > 0);
 	take_notice(s);
 	CHECK(committed(engine) > 0);
-	sfr_snapshot_unview(s);
+	sfr_snapshot_remove_view(s);
 	CHECK_EQ(leased(engine), 0);
 	CHECK_EQ(committed(engine), 0);
 	sfr_engine_put(engine); /* the snapshot still refers to the engine */

@@ -51,7 +51,7 @@ static void save(struct actor *me)
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	while (sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000) == SFR_EAGAIN)
 		;
-	(void)sfr_save_confirm(t, -1);
+	(void)sfr_save_give_verdict(t, -1);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	sfr_ticket_put(t);
 }
@@ -75,7 +75,7 @@ static void snap(struct actor *me)
 	if (rc == 0) {
 		if (sfr_snapshot_start(s) == 0)
 			CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
-		sfr_snapshot_unview(s);
+		sfr_snapshot_remove_view(s);
 	}
 	sfr_snapshot_put(s);
 }
@@ -162,7 +162,7 @@ static void one_round(uint64_t seed)
 	struct sfr_stats stats;
 
 	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	for (int i = 0; i < NR; i++) {
 		actors[i] = (struct actor){ .engine = engine,
 					    .random = seed * 31 + (uint64_t)i,
@@ -204,7 +204,7 @@ static pthread_t listener;
 
 static void stop_listener(void)
 {
-	sfr_notice_stop();
+	sfr_notice_post_stop();
 	CHECK_EQ(pthread_join(listener, NULL), 0);
 }
 

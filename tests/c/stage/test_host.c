@@ -15,7 +15,7 @@ enum { PIECE = 4096, NR_PIECES = 8, BLOCK = PIECE * NR_PIECES, NR_BLOCKS = 3 };
 /* A copy of NR_BLOCKS blocks, and its results. */
 static struct {
 	struct sfr__host_copy copy;
-	struct sfr__host_block blocks[NR_BLOCKS];
+	struct sfr__host_block_state blocks[NR_BLOCKS];
 	struct sfr__block *leased[NR_BLOCKS];
 	unsigned char from[NR_BLOCKS][BLOCK], to[NR_BLOCKS][BLOCK];
 	uint32_t nr_filled;
@@ -67,7 +67,7 @@ static void wait_for_stop(struct sfr_engine *engine)
 	(void)usleep(20000); /* by now it has looked for more, or the test shows nothing */
 }
 
-static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
+static struct sfr__host_block_state *block(struct sfr__host_copy *copy, uint32_t blk)
 {
 	(void)copy;
 	return &c.blocks[blk];
@@ -148,7 +148,7 @@ static bool is_over(const void *arg)
 	return c.over;
 }
 
-static const struct sfr__host_ops ops = {
+static const struct sfr__host_copy_ops ops = {
 	.block = block,
 	.block_len = block_len,
 	.leased_locked = leased_locked,
@@ -176,8 +176,8 @@ static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bo
 		for (uint32_t k = 0; k < BLOCK; k++)
 			c.from[i][k] = (unsigned char)((i * 7919 + k) * 2654435761u >> 13);
 		if (has_memory)
-			c.blocks[i] =
-				(struct sfr__host_block){ .mem = (char *)memory[i], .left = BLOCK };
+			c.blocks[i] = (struct sfr__host_block_state){ .mem = (char *)memory[i],
+								      .left = BLOCK };
 	}
 	c.torn = -1;
 	c.copy = (struct sfr__host_copy){
@@ -391,7 +391,7 @@ static int wait_for_copy(struct sfr_engine *engine, uint64_t slice_ns)
 	int rc;
 
 	sfr__lock(&engine->mu);
-	rc = sfr__host_wait_locked(&c.copy, sfr__deadline(slice_ns), is_over, NULL);
+	rc = sfr__host_help_and_wait_locked(&c.copy, sfr__deadline(slice_ns), is_over, NULL);
 	sfr__unlock(&engine->mu);
 	return rc;
 }

@@ -68,12 +68,12 @@ TEST(without_a_trace_nothing_is_recorded_and_no_ring_is_made)
 	struct sfr_trace_result result;
 
 	one_span(1);
-	sfr_trace_end(SFR_TRACE_GATE, sfr_trace_begin_span(), 1, 0);
+	sfr_trace_record_span(SFR_TRACE_GATE, sfr_trace_get_start_ns(), 1, 0);
 	sfr_trace_step(1, false);
 	sfr_trace_step(1, true);
 	sfr__trace_save(1, 1, 2, 3, SFR_DURABLE, "a");
 	sfr_trace_name_thread(1, "nobody");
-	CHECK_EQ(sfr_trace_begin_span(), 0);
+	CHECK_EQ(sfr_trace_get_start_ns(), 0);
 	CHECK_EQ(rings(), 0);
 	CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
 }
@@ -172,7 +172,7 @@ TEST(a_thread_without_memory_for_a_ring_is_counted)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_trace_start(path), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_inject_add_fault(&fault), 0);
 	CHECK_EQ(pthread_create(&thread, NULL, record_one, NULL), 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	sfr_inject_clear();
@@ -202,7 +202,7 @@ TEST(failed_trace_start_returns_an_error_and_leaves_nothing_open)
 		check_end_fault(&run);
 		CHECK(rc == 0 || check_acted(&run));
 		CHECK_EQ(sfr_trace_stop(&result), rc == 0 ? 0 : SFR_ESTATE);
-		CHECK_EQ(sfr_trace_begin_span(), 0);
+		CHECK_EQ(sfr_trace_get_start_ns(), 0);
 	}
 }
 
@@ -233,8 +233,8 @@ TEST(failing_disk_leaves_a_valid_document_and_counts_lost_events)
 		CHECK_EQ(sfr_trace_start(path), 0);
 		sfr_inject_clear();
 		if (half)
-			CHECK_EQ(sfr_inject_set(&cut), 0);
-		CHECK_EQ(sfr_inject_set(&full), 0);
+			CHECK_EQ(sfr_inject_add_fault(&cut), 0);
+		CHECK_EQ(sfr_inject_add_fault(&full), 0);
 		for (int i = 0; i < 100; i++)
 			one_span(1);
 		/* until the writing thread has tried */
@@ -273,7 +273,7 @@ TEST(forked_child_writes_only_its_own_trace)
 
 		(void)alarm(60);
 		one_span(2);
-		CHECK_EQ(sfr_trace_begin_span(), 0);
+		CHECK_EQ(sfr_trace_get_start_ns(), 0);
 		CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
 #ifndef __SANITIZE_THREAD__ /* it does not support threads after a fork of a threaded process */
 		CHECK_EQ(sfr_trace_start(own), 0);
@@ -336,7 +336,7 @@ TEST(trace_shows_every_phase_of_a_save)
 	CHECK_EQ(sfr_trace_start(path), 0);
 	engine = saving_engine(4, 2, 2);
 	CHECK_EQ(saving_save(engine, dir, "a \"b\"\n\377.pt", &state, SFR_SAVE_DURABLE), 0);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "a \"b\"\n\377.pt"), NULL), 0);
+	CHECK_EQ(sfr_log_append_remove(dir_path(dir, "a \"b\"\n\377.pt"), NULL), 0);
 	saving_end(engine);
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 	text = text_of(path);
