@@ -36,8 +36,9 @@ class _Worker:
     """Runs external work on a thread when its entry is at the head of the log."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._thread: RunOnceThread | None = None
+        # {"running": the thread}. Not a lock, but a dict, because `dict.setdefault` is atomic: a
+        # signal handler may interrupt the owner of a lock, and wait for a thread that wants it.
+        self._thread: dict[str, RunOnceThread] = {}
         self._working_thread: int | None = None  # the id of the thread that does external work now
         # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
@@ -71,20 +72,17 @@ class _Worker:
 
     def _start(self) -> bool:
         """Start the thread; return False if the interpreter is exiting and starts no thread."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = RunOnceThread(self._run, "sf-ordered")
-            return self._thread.start()
+        thread = self._thread.setdefault("running", RunOnceThread(self._run, "sf-ordered"))
+        return thread.start()
 
     def _run(self) -> None:
         """Do external work until the log is being stopped."""
         while self._run_next_external_work():
             pass
-        # Work that was submitted while the log was being stopped needs another thread.
-        with self._lock:
-            self._thread = None
-            again = bool(self._waiting)
-        if again:
+        # Work that was submitted while the log was being stopped needs another thread. If it is
+        # submitted after the check, its submission finds no thread, and starts one.
+        self._thread.clear()
+        if self._waiting:
             self._start()
 
     def _run_next_external_work(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -46,6 +49,53 @@ def test_ctrl_c_in_a_submission_leaves_no_entry_that_blocks_the_log(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         worker.submit(KEY, _core.WORK_SAVE, lambda _: True)
     assert not worker._waiting
+    assert _core.log_drain(LONG_S)
+
+
+def submits_from_another_thread() -> bool:
+    """Return whether another thread can submit work, and has done so after some time."""
+    arguments = (KEY, _core.WORK_SAVE, lambda _: True)
+    other = threading.Thread(target=ordered.submit, args=arguments, daemon=True)
+    other.start()
+    other.join(LONG_S)
+    return not other.is_alive()
+
+
+@pytest.mark.parametrize("handler_raises", [False, True])
+def test_signal_in_a_submission_that_starts_the_thread_blocks_no_other(handler_raises):
+    """The handler runs at each line of `_start`. It waits for another submission, or raises."""
+    start = ordered._Worker._start.__code__
+    lines_left = 0
+    others: list[bool] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines_left
+        if frame.f_code is start and event == "line":
+            lines_left -= 1
+            if lines_left == 0 and handler_raises:
+                raise KeyboardInterrupt
+            if lines_left == 0:
+                others.append(submits_from_another_thread())
+        return trace
+
+    def submit_traced() -> None:
+        old = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
+        finally:
+            sys.settrace(old)
+
+    line = 0
+    while lines_left <= 0:  # until a submission has fewer lines
+        line += 1
+        lines_left = line
+        if handler_raises and line > 1:
+            others.append(submits_from_another_thread())
+        with contextlib.suppress(KeyboardInterrupt):
+            submit_traced()
+        assert all(others), f"line {line} of _start"
+    assert line > 2 and others
     assert _core.log_drain(LONG_S)
 
 
