@@ -9,7 +9,7 @@ from fix_lightning import at, load, loader, trainer
 from stillframe import _core
 from stillframe._lightning import checkpoints, rotation, writers
 from stillframe._lightning.companion import _file_exists
-from stillframe._lightning.plugin import has_unwrapped_plugin
+from stillframe._lightning.plugin import saves_with_plugin_alone
 from stillframe._lightning.writers import PluginOptions, Writers
 from stillframe._save.engine import is_closed
 from stillframe._save.options import SaveOptions
@@ -255,10 +255,10 @@ def test_wrapper_around_our_plugin_may_save_by_itself(lit, plugin):
     def holding(io):
         return SimpleNamespace(strategy=SimpleNamespace(_checkpoint_io=io))
 
-    assert has_unwrapped_plugin(holding(plugin))
-    assert not has_unwrapped_plugin(holding(_WrappingCheckpointIO(plugin)))
-    assert not has_unwrapped_plugin(holding(lit.AsyncCheckpointIO(lit.TorchCheckpointIO())))
-    assert not has_unwrapped_plugin(SimpleNamespace())
+    assert saves_with_plugin_alone(holding(plugin))
+    assert not saves_with_plugin_alone(holding(_WrappingCheckpointIO(plugin)))
+    assert not saves_with_plugin_alone(holding(lit.AsyncCheckpointIO(lit.TorchCheckpointIO())))
+    assert not saves_with_plugin_alone(SimpleNamespace())
 
 
 def test_callbacks_file_system_is_restored_even_after_an_error(calls):

@@ -17,7 +17,7 @@ from fix_mirror import StubFileSystem, drop, entries, has_entries, leave, put, s
 from fix_waits import eventually
 from stillframe._base import paths
 from stillframe._base.file_kinds import MARKER
-from stillframe._base.threads import refused
+from stillframe._base.threads import thread_refused_error
 from stillframe._remote import journal, mirror, sending, stores
 from stillframe._remote.backlog import backlog
 from stillframe._save import ordered
@@ -239,7 +239,7 @@ def test_save_succeeds_although_its_mirror_cannot_be_opened(store, run, caplog, 
 
 def test_upload_waits_for_a_thread_that_the_system_refuses(store, run, caplog, monkeypatch):
     def refuse(thread):
-        raise refused()
+        raise thread_refused_error()
 
     monkeypatch.setattr(mirror, "uploader", mirror._Uploader())
     with monkeypatch.context() as patches:

@@ -375,7 +375,7 @@ static int remove_in_parent(const struct sfr_folder *f, const char *name, struct
 	return rc;
 }
 
-int sfr_folder_clean_up(struct sfr_folder *f, struct sfr_err *err)
+int sfr_folder_end_and_clean_up(struct sfr_folder *f, struct sfr_err *err)
 {
 	int rc = 0, aside_rc;
 
@@ -409,7 +409,7 @@ void sfr_folder_free(struct sfr_folder *f)
 
 	if (!f)
 		return;
-	(void)sfr_folder_clean_up(f, &err); /* the next save removes the rest */
+	(void)sfr_folder_end_and_clean_up(f, &err); /* the next save removes the rest */
 	sfr_sys.free(f->aside_name);
 	sfr_sys.free(f->temporary_path);
 	sfr_sys.free(f->name);

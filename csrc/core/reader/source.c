@@ -167,14 +167,14 @@ static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, si
 
 /* Keeps a range of an arriving file in memory until unpin, after waiting for its bytes for SLICE_NS
  * at most. Returns 0 or an error of sfr__arriving_wait_and_pin. For any other file returns 0. */
-static int pin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
+static int wait_and_hold_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving == NULL)
 		return 0;
 	return sfr__arriving_wait_and_pin(s->arriving, s->bytes_read, s->base + off, len, SLICE_NS);
 }
 
-static void unpin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
+static void release_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving != NULL)
 		sfr__arriving_unpin(s->arriving, s->base + off, len);
@@ -183,11 +183,11 @@ static void unpin_arriving_range(const struct sfr__source *s, size_t len, uint64
 /* Reads from the page cache, or from an arriving file. Returns as sfr__source_read. */
 static int read_through_page_cache(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
-	int rc = pin_arriving_range(s, len, off);
+	int rc = wait_and_hold_arriving_range(s, len, off);
 
 	if (rc == 0) {
 		rc = read_all(s, -1, buf, len, off);
-		unpin_arriving_range(s, len, off);
+		release_arriving_range(s, len, off);
 	}
 	return rc;
 }
@@ -220,11 +220,11 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 
 int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
 {
-	int64_t got = pin_arriving_range(s, len, off);
+	int64_t got = wait_and_hold_arriving_range(s, len, off);
 
 	if (got == 0) {
 		got = sfr_fill_from_file(s->fd, buf, len, s->base + off);
-		unpin_arriving_range(s, len, off);
+		release_arriving_range(s, len, off);
 	}
 	return got;
 }

@@ -40,7 +40,7 @@ static void take_edge_page_locked(struct sfr_ticket *t, struct sfr_file_piece *p
 }
 
 /* Takes the end, an empty piece. When the caller gives it back, the save may end. */
-static void take_end_piece_locked(struct sfr_ticket *t, struct sfr_file_piece *piece)
+static void take_end_marker_locked(struct sfr_ticket *t, struct sfr_file_piece *piece)
 {
 	*piece = (struct sfr_file_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
@@ -97,7 +97,7 @@ static bool take_piece_locked(struct sfr_ticket *t, struct sfr_file_piece *piece
 	if (t->stream.sent < img->len)
 		take_job_as_piece_locked(job, img->tail_off, job->mem, img->tail_len, piece);
 	else
-		take_end_piece_locked(t, piece);
+		take_end_marker_locked(t, piece);
 	return true;
 }
 

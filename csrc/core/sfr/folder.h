@@ -11,8 +11,9 @@ struct sfr_folder;
  * everything is synced. One thread at a time may use the object. Returns 0 or -errno. */
 int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_folder **out);
 /* Opens `dir`, removes what dead writers left in it, and makes a temporary directory next to
- * `name`. The temporary directory is locked until sfr_folder_clean_up, or until this process ends.
- * This function and the others that take `err` return 0 or the code that they put into `err`. */
+ * `name`. The temporary directory is locked until sfr_folder_end_and_clean_up, or until this
+ * process ends. This function and the others that take `err` return 0 or the code that they put
+ * into `err`. */
 int sfr_folder_make_temporary(struct sfr_folder *folder, struct sfr_err *err);
 /* Returns the path of the temporary directory; NULL before it is open. */
 const char *sfr_folder_temporary_path(const struct sfr_folder *folder);
@@ -27,7 +28,7 @@ int sfr_folder_sync(struct sfr_folder *folder, uint64_t *nbytes, struct sfr_err 
 int sfr_folder_commit(struct sfr_folder *folder, struct sfr_err *err);
 /* Removes the new directory before a commit, the old one after it. If SFR_PHASE_SYNC_DIR failed,
  * both stay: the next save into `dir` syncs `dir` and then removes the old directory. */
-int sfr_folder_clean_up(struct sfr_folder *folder, struct sfr_err *err);
+int sfr_folder_end_and_clean_up(struct sfr_folder *folder, struct sfr_err *err);
 /* Clears and frees the object; a forked child only frees it. Accepts NULL. */
 void sfr_folder_free(struct sfr_folder *folder);
 

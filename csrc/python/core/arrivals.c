@@ -39,7 +39,7 @@ static void arrivals_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static PyObject *arrivals_open(PyObject *object, PyObject *args)
+static PyObject *arrivals_make_file(PyObject *object, PyObject *args)
 {
 	unsigned long long len, chunk;
 	uint64_t number = 0;
@@ -115,7 +115,7 @@ static PyObject *arrivals_close_all(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
-	{ "open", arrivals_open, METH_VARARGS,
+	{ "open", arrivals_make_file, METH_VARARGS,
 	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes are fetched in chunks when "
 	  "they are read. `number` names the file in the other calls. This object closes `fd`." },
 	{ "next", arrivals_next_wanted_range, METH_NOARGS,

@@ -91,7 +91,7 @@ static PyObject *folder_remove_leftovers(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_clean_up(folder_of(object), &err));
+	(void)sfr_py_unlocked(sfr_folder_end_and_clean_up(folder_of(object), &err));
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 

@@ -46,7 +46,7 @@ static PyObject *piece_offset(PyObject *object, void *closure)
 	return PyLong_FromUnsignedLongLong(((struct sfr_py_piece *)object)->piece.off);
 }
 
-static PyObject *piece_copy(PyObject *object, PyObject *args)
+static PyObject *piece_copy_to_bytes(PyObject *object, PyObject *args)
 {
 	const struct sfr_file_piece *piece = &((struct sfr_py_piece *)object)->piece;
 	Py_ssize_t from, to;
@@ -70,7 +70,7 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-	{ "copy", piece_copy, METH_VARARGS,
+	{ "copy", piece_copy_to_bytes, METH_VARARGS,
 	  "copy(from, to) -> bytes: a copy of the bytes [from, to) of the piece." },
 	{ NULL, NULL, 0, NULL },
 };

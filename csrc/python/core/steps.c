@@ -58,7 +58,7 @@ out:
 	return result;
 }
 
-static PyObject *names(PyObject *module, PyObject *args)
+static PyObject *list_directory_names(PyObject *module, PyObject *args)
 {
 	const char *path;
 	PyObject *result;
@@ -78,7 +78,7 @@ static PyMethodDef functions[] = {
 	{ "take_steps", take_steps, METH_VARARGS,
 	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the step that failed, "
 	  "or 0). The kinds are STEP_* (sfr/steps.h)." },
-	{ "names", names, METH_VARARGS,
+	{ "names", list_directory_names, METH_VARARGS,
 	  "names(directory) -> (bytes with all names, each ended by a zero byte; errno or 0)" },
 	{ NULL, NULL, 0, NULL },
 };

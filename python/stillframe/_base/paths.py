@@ -61,10 +61,10 @@ class CheckpointPath:
 
     def key(self, *, follow_link: bool = False) -> bytes:
         """Return the path's name in the log. Without `follow_link`, a link counts as itself. Raise
-        the errors of `validate_local_path`."""
+        the errors of `parse_local_path`."""
         if self.remote:
             return urls.key(self.name)
-        validate_local_path(self.given)  # only for its exceptions
+        parse_local_path(self.given)  # only for its exceptions
         return key(self.name, follow_link=follow_link)
 
 
@@ -76,7 +76,7 @@ def no_path_error(path: object) -> TypeError:
     return TypeError(message)
 
 
-def validate_local_path(path: object) -> str:
+def parse_local_path(path: object) -> str:
     """Return the path as a string.
 
     Raises:
@@ -110,7 +110,7 @@ def _resolve_parent_and_name(text: str, follow_link: bool) -> tuple[str, str]:
 
 def key(path: object, *, follow_link: bool) -> bytes:
     """Return a local path's name in the log: the parent's real path, and the last component."""
-    text = validate_local_path(path)
+    text = parse_local_path(path)
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is None:  # a component of the path is missing
         return os.fsencode(os.path.join(*_resolve_parent_and_name(text, follow_link)))
@@ -135,11 +135,11 @@ def target(
         directory: The save makes a directory instead of a regular file.
 
     Raises:
-        TypeError, ValueError: See `validate_local_path`.
+        TypeError, ValueError: See `parse_local_path`.
         SaveError: (phase "open") The parent is missing or cannot be synced, or something of
             another kind has the name.
     """
-    text = validate_local_path(path)
+    text = parse_local_path(path)
     if directory:
         text = text.rstrip("/") or text
     base_name = os.path.basename(text)

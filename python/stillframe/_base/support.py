@@ -60,7 +60,7 @@ def parsed(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
     try:
         return str(importlib.import_module(package).__version__)
@@ -77,7 +77,7 @@ def is_free_threaded() -> bool:
 def refuse_unsupported_system() -> None:
     """Raise ImportError if stillframe cannot run here."""
     complaint = why_python_is_unsupported(sys.platform, is_free_threaded())
-    complaint = complaint or why_torch_is_unsupported(installed("torch"))
+    complaint = complaint or why_torch_is_unsupported(installed_version("torch"))
     if complaint is not None:
         raise ImportError(complaint)
     try:
@@ -93,6 +93,6 @@ def refuse_unsupported_system() -> None:
 
 def refuse_unsupported_framework(package: str) -> None:
     """Raise ImportError if a package of `FRAMEWORKS` is missing or too old."""
-    complaint = why_framework_is_unsupported(package, installed(package))
+    complaint = why_framework_is_unsupported(package, installed_version(package))
     if complaint is not None:
         raise ImportError(complaint)

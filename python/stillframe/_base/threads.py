@@ -13,7 +13,7 @@ from stillframe._base.event import Event
 from stillframe.errors import StillframeError
 
 
-def refused() -> OSError:
+def thread_refused_error() -> OSError:
     """Return the error for a thread that the system refused to start, also for the core's threads
     (csrc/python/errors.c)."""
     return OSError(
@@ -57,7 +57,7 @@ def start(thread: threading.Thread) -> None:
         was_not_started = thread.ident is None
         is_exiting = not threading.main_thread().is_alive()
         if was_not_started and not is_exiting:
-            raise refused() from None
+            raise thread_refused_error() from None
         raise
 
 

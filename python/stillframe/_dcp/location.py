@@ -97,14 +97,14 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
     if path.remote:
         return Prefix(path.text, storage_options)
     urls.refuse_storage_options(path.given, storage_options)
-    return Directory(os.path.abspath(paths.validate_local_path(path.given)))
+    return Directory(os.path.abspath(paths.parse_local_path(path.given)))
 
 
 def is_location(path: object) -> bool:
     """Return whether an argument is a path or a URL. Nothing has to exist there."""
     try:
         if not CheckpointPath.of(path).remote:
-            paths.validate_local_path(path)
+            paths.parse_local_path(path)
     except (TypeError, ValueError):
         return False
     return True

@@ -182,7 +182,7 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
             "save_state needs output_dir, or an Accelerator with"
             " ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    return paths.validate_local_path(output_dir)
+    return paths.parse_local_path(output_dir)
 
 
 @contextlib.contextmanager

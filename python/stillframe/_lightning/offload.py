@@ -20,7 +20,7 @@ import torch
 
 from stillframe._base import sizes
 from stillframe._base.arguments import check_booleans
-from stillframe._lightning.plugin import has_unwrapped_plugin
+from stillframe._lightning.plugin import saves_with_plugin_alone
 from stillframe._snapshot.copy import copy_to_ordinary_memory
 from stillframe._snapshot.snapshot import snapshot_without_waiting
 from stillframe._tree.walk import Tree, paths
@@ -145,7 +145,7 @@ class OffloadHooks:
             return
         self._checkpoint_count += 1
         count = self._checkpoint_count
-        if has_unwrapped_plugin(trainer):
+        if saves_with_plugin_alone(trainer):
             log.info(
                 "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
             )

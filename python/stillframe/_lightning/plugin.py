@@ -200,7 +200,7 @@ def register(trainer: Any) -> bool:
     return checkpoints is not None
 
 
-def has_unwrapped_plugin(trainer: Any) -> bool:
+def saves_with_plugin_alone(trainer: Any) -> bool:
     """Return whether `trainer` saves with a stillframe plugin that neither wraps another
     CheckpointIO nor is wrapped."""
     outermost = next(iter_checkpoint_ios(getattr(trainer, "strategy", None)), None)

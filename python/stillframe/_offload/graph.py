@@ -216,7 +216,7 @@ class BackwardEndListener:
             outer = outer.outer
         return False
 
-    def join(self) -> int:
+    def register_for_running_backward(self) -> int:
         """Register for the end of the backward that runs on this thread, and return its number. May
         be repeated. Raise StillframeError if the backward was not called through the
         `_WatchedAutogradEngine` that `watch` installs."""

@@ -100,29 +100,29 @@ class Layer:
         self.written_unversioned: set[int] = set()  # the statistics of batch norm
         modules = list(self.module.modules())
         for module in modules:
-            self._add_tensors_of(module, module._parameters, indices)
+            self._register_tensors(module, module._parameters, indices)
         self.nr_parameters = len(self.tensors)
         for module in modules:
-            self._add_tensors_of(module, module._buffers, indices)
+            self._register_tensors(module, module._buffers, indices)
             if isinstance(module, _NormBase) and module.track_running_stats:
                 # Batch norm writes its statistics without a new version.
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
                         self.written_unversioned.add(indices[id(module._buffers[name])])
 
-    def _add_tensors_of(
-        self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
+    def _register_tensors(
+        self, module: nn.Module, named_tensors: dict[str, Any], indices: dict[int, int]
     ) -> None:
-        """Add the tensors in `entries` and the references to them. `indices`: the index in
+        """Add the tensors in `named_tensors` and the references to them. `indices`: the index in
         `tensors` of each tensor found so far, by id."""
-        for name, tensor in entries.items():
+        for name, tensor in named_tensors.items():
             if tensor is None:
                 continue
             self._check(tensor, name)
             index = indices.setdefault(id(tensor), len(self.tensors))
             if index == len(self.tensors):  # found for the first time
                 self.tensors.append(tensor)
-            self.references.append(ModuleTensorReference(module, entries, name, index))
+            self.references.append(ModuleTensorReference(module, named_tensors, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
         """Raise TypeError or StillframeError if a tensor cannot be offloaded."""

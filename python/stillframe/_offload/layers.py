@@ -158,7 +158,8 @@ class OffloadedLayers:
         previous = self._layer_order.previous(layer) if is_repeated else self._last_used
         use = LayerUse(self._bring_layer_for_backward, layer, previous)
         if is_repeated:
-            self._end_listener.join()  # not later, because the forward may call another backward
+            # not later, because the forward may call another backward
+            self._end_listener.register_for_running_backward()
             # If backward is in this layer, its use goes on after the repeated forward.
             is_in_layer = self._reached is not None and self._reached.layer is layer
             next_layer = self._record_backward(use, end_reached=not is_in_layer)
@@ -283,7 +284,7 @@ class OffloadedLayers:
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
             )
-        task = self._end_listener.join()
+        task = self._end_listener.register_for_running_backward()
         next_layer = self._record_backward(use, end_reached=True)
         group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat a part of the forward, and run another backward
@@ -334,7 +335,7 @@ class OffloadedLayers:
         - None if `Gradients` adds it to a `grad`
         - the gradient on the CPU if autograd needs it
         """
-        use.task = self._end_listener.join()
+        use.task = self._end_listener.register_for_running_backward()
         results: list[Tensor | None] = [None] * len(grads)
         to_add: list[DeviceGradient] = []
         to_return: list[tuple[int, DeviceGradient]] = []  # each with its position in `grads`

@@ -202,9 +202,9 @@ class Slot:
             self._layout.drop_tensors()  # frees the clones of tensors with gaps
         if self.taken:
             self._given = []
-        return self._add_copy_times_to_stats()
+        return self._try_to_add_copy_times_to_stats()
 
-    def _add_copy_times_to_stats(self) -> bool:
+    def _try_to_add_copy_times_to_stats(self) -> bool:
         """Add the times of the copies to the statistics. Return False if it is too early."""
         core = self._core
         if core is None:

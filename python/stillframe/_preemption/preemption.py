@@ -167,7 +167,7 @@ class Preemption:
         self._birth.refuse_forked_child()
         if not callable(make_state):
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
-        name = paths.validate_local_path(path)
+        name = paths.parse_local_path(path)
         self._nr_saves += 1
         self._steps_at_last_save = self._nr_steps
         if not (self._must_check and self._save_if_stopping_at_boundary("save")):

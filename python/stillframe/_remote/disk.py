@@ -35,7 +35,7 @@ def resolve_disk_and_path(
         raise ValueError("storage_options= is for URLs (scheme://), and this is a local path")
     if isinstance(path, str):
         path = urls.local_path_of_file_url(path)
-    return LOCAL, paths.validate_local_path(path)
+    return LOCAL, paths.parse_local_path(path)
 
 
 class RemoteDisk(Disk):

@@ -269,14 +269,14 @@ def remove(
     key = paths.key(path, follow_link=False)
     _warn_of_tilde(path, _core.log_exists(key))
     completion.thread.start()
-    if uploads.postpone_remove(key, lambda: _submit_remove_after_upload(key), wait=wait_for_mirror):
+    if uploads.postpone_remove(key, lambda: _start_postponed_remove(key), wait=wait_for_mirror):
         return  # the remove will be submitted after the upload
     _core.log_remove(key)
     if completion.thread.drain_is_over and not ordered.is_in_external_work():
         _core.log_drain(None)  # at exit nobody else waits for the remove
 
 
-def _submit_remove_after_upload(key: bytes) -> None:
+def _start_postponed_remove(key: bytes) -> None:
     """Submit a remove that was postponed until after an upload, also while the process exits."""
     completion.thread.start(under_way=True)
     _core.log_remove(key)
@@ -311,14 +311,14 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     if log_answer >= 0:
         return bool(log_answer)
     if not os.path.lexists(path):  # a writer that died may have moved it aside
-        paths.put_back(paths.validate_local_path(path))
+        paths.put_back(paths.parse_local_path(path))
     return file_kinds.exists(path)
 
 
 def _warn_of_tilde(path: Path, log_answer: int) -> None:
     """Log that "~" is not expanded, if `path` begins with it and nothing is there. `log_answer` is
     what `log_exists` returned for the path."""
-    text = paths.validate_local_path(path)
+    text = paths.parse_local_path(path)
     if log_answer < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.tilde_hint(text))
 

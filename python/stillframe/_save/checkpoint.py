@@ -126,7 +126,7 @@ class Checkpoint:
         storage_options: StorageOptions = None,
     ) -> None:
         self._given = path
-        self._text = urls.shown(path) if urls.is_remote(path) else paths.validate_local_path(path)
+        self._text = urls.shown(path) if urls.is_remote(path) else paths.parse_local_path(path)
         self._storage_options = storage_options
         self._options = options
         self._engine = engine
@@ -319,7 +319,7 @@ def _normalize_file_name(name: object) -> str:
     name is not below the checkpoint."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")
-    text = paths.validate_local_path(name)
+    text = paths.parse_local_path(name)
     parts = text.split("/")
     if text.startswith("/") or ".." in parts or parts[-1] in ("", "."):
         raise ValueError(

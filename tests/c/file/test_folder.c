@@ -66,7 +66,7 @@ static int save(const char *dir, const char *text)
 		CHECK_EQ(nbytes, 2 * strlen(text));
 	if (rc == 0)
 		rc = sfr_folder_commit(f, &err);
-	(void)sfr_folder_clean_up(f, &ignored);
+	(void)sfr_folder_end_and_clean_up(f, &ignored);
 	sfr_folder_free(f);
 	return rc;
 }
@@ -99,8 +99,8 @@ static void steps_have_an_order(const char *dir)
 	CHECK_EQ(nbytes, 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
-	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
+	CHECK_EQ(sfr_folder_end_and_clean_up(f, &err), 0);
+	CHECK_EQ(sfr_folder_end_and_clean_up(f, &err), 0);
 	sfr_folder_free(f);
 	sfr_folder_free(NULL);
 	CHECK_EQ(dir_count(dir, "", NULL), 1);

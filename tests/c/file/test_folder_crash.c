@@ -174,7 +174,7 @@ static void record(const char *dir, bool aside)
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), 0);
 	(void)note(COMMITTED, AT_FDCWD, ".", 0);
-	CHECK_EQ(sfr_folder_clean_up(f, &err), 0);
+	CHECK_EQ(sfr_folder_end_and_clean_up(f, &err), 0);
 	sfr_folder_free(f);
 	sfr_sys = plain;
 }

@@ -110,7 +110,7 @@ def test_thread_is_alive_before_it_runs_the_function_and_join_waits_for_it(count
 
 def test_refused_thread_raises_and_may_be_started_later(counted, monkeypatch):
     def refuse(thread):
-        raise threads.refused()
+        raise threads.thread_refused_error()
 
     with monkeypatch.context() as patch:
         patch.setattr(threads, "start", refuse)
