@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from fix_waits import eventually
 from stillframe._base import cpus
 from stillframe._save import options
 
@@ -57,6 +58,8 @@ def test_a_large_copy_has_helpers_of_the_callers_priority(monkeypatch, tmp_path,
         else:
             stillframe.save(state, tmp_path / "a.pt", engine=engine)
             assert torch.equal(stillframe.load(tmp_path / "a.pt")["w"], state["w"])
+        # A new thread sets its name when it first runs.
+        assert eventually(lambda: {"sfr-copier0", "sfr-copier1"} <= set(names_and_nice()))
         nice = names_and_nice()
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert (nice["sfr-copier0"], nice["sfr-copier1"]) == (own, own)
