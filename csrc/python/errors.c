@@ -17,7 +17,8 @@
 static PyObject *raise_cannot_start_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
-	PyObject *error = threads ? PyObject_CallMethod(threads, "refused", NULL) : NULL;
+	PyObject *error =
+		threads ? PyObject_CallMethod(threads, "thread_refused_error", NULL) : NULL;
 
 	if (error)
 		PyErr_SetObject((PyObject *)Py_TYPE(error), error);
