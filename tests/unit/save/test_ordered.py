@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from fix_waits import eventually
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._save import completion, ordered
@@ -154,6 +155,27 @@ def test_work_submitted_as_the_thread_ends_gets_another():
         _core.log_work_next = lambda: ends.pop() if ends else take()
         ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
         return _core.log_drain(LONG_S) and done == [True]
+
+    assert exit_status_of_child(again) == 0
+
+
+def test_work_submitted_while_the_thread_leaves_gets_another():
+    """The submission still finds the thread that ends, so that thread has to see the work."""
+
+    def again() -> bool:
+        done: list[bool] = []
+        take, ends = _core.log_work_next, [None]
+
+        class Leaving(dict[str, Any]):
+            def clear(self) -> None:
+                if not done and not ordered._worker._waiting:
+                    ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
+                super().clear()
+
+        ordered._worker._thread = Leaving()
+        _core.log_work_next = lambda: ends.pop() if ends else take()
+        ordered._worker._start()
+        return eventually(lambda: done == [True], LONG_S) and _core.log_drain(LONG_S)
 
     assert exit_status_of_child(again) == 0
 
